@@ -10,7 +10,7 @@ from torch import nn
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.integrations import HostedReplica, replica_share, unwrapped
+from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
@@ -51,13 +51,14 @@ def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
     """`GradScaler.step` still calls it, with ``found_inf`` as an attribute, and its kernel skips the step."""
     events: list[Event] = []
     replica, model = hosted(partial(torch.optim.Adam, fused=True), on_event=events.append)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for factor in (1.0, float("inf"), 1.0):
+    watch, scaler = StepWatch(replica.inner), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor, trained in ((1.0, 1.0), (float("inf"), 0.0), (1.0, 1.0)):
         replica.inner.zero_grad()
         scaler.scale(factor * model(torch.ones(1)).sum()).backward()
         scaler.step(replica.inner)
         scaler.update()
         replica.step()
+        assert watch.trained() == trained
     replica.end()
     (sent,) = (event for event in events if isinstance(event, RoundSent))
     assert sent.weight == 2 / 3

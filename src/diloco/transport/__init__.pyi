@@ -2,7 +2,6 @@ from .address import Address as Address
 from .address import parse_address as parse_address
 from .address import parse_listen as parse_listen
 from .base import Pending as Pending
-from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
 from .cluster import Cluster as Cluster
 from .cluster import connect_process_group as connect_process_group
