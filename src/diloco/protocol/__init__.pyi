@@ -18,6 +18,7 @@ from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION
 from .wire import Accept as Accept
 from .wire import Adopted as Adopted
 from .wire import Announcement as Announcement
+from .wire import Ask as Ask
 from .wire import Beat as Beat
 from .wire import Change as Change
 from .wire import Entry as Entry
@@ -28,8 +29,11 @@ from .wire import Header as Header
 from .wire import Introduce as Introduce
 from .wire import Join as Join
 from .wire import Leaving as Leaving
+from .wire import Looking as Looking
+from .wire import Members as Members
 from .wire import Message as Message
 from .wire import MessageError as MessageError
+from .wire import Over as Over
 from .wire import Propose as Propose
 from .wire import Refused as Refused
 from .wire import RoundVote as RoundVote

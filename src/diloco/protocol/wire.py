@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
-from diloco.membership import GREATEST, MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks, Report, Words
+from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 
 PROTOCOL_VERSION = 17
@@ -36,7 +36,7 @@ class WireMessage(Struct, tag_field="kind", tag=str.lower, forbid_unknown_fields
     """A message that one process sends to another. Its texts for users are printable."""
 
     def __post_init__(self) -> None:
-        for name in ("reason", "why", "withdrawn"):
+        for name in ("reason", "why", "withdrawn", "refused"):
             if text := getattr(self, name, ""):
                 setattr(self, name, visible(text, _MOST_WORDS))
 
@@ -95,6 +95,7 @@ _MOST_KNOWN = 1000
 _MOST_ENTRIES = 1 << 12
 
 _Text = Annotated[str, Meta(max_length=1 << 12)]
+_Swarm = Annotated[str, Meta(max_length=64)]
 Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=1 << 8)]
 
 
@@ -188,6 +189,47 @@ class Store(WireMessage):
 
     key: Annotated[str, Meta(max_length=200)]
     value: Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+# Of who looks for the members.
+
+
+class Ask(WireMessage):
+    """The sender asks who the members are."""
+
+    entry: Entry
+    unreachable: Rank | None = None  # a member that is to open the connection to the sender, which can't
+
+
+class Members(WireMessage, dict=True):
+    """The members, as one of them sees them."""
+
+    known: Table  # of the members and of processes that are about to join
+    members: Ranks  # the replicas of the view
+    step: Count = 0  # inner steps that the member has begun to synchronise
+    swarm: _Swarm = ""  # the swarm's name, chosen by its founder; "": it is none
+    founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
+
+    def __post_init__(self) -> None:
+        if not self.swarm.isprintable() or not self.members:
+            raise ValueError("it has no members, or a name that does not print")
+
+    @cached_property
+    def entries(self) -> Mapping[int, Entry]:
+        return {each.rank: each for each in self.known}
+
+
+class Looking(WireMessage):
+    """The sender is looking for the members, too."""
+
+    candidate: Candidate
+    was: _Swarm = ""  # the swarm that it was a member of
+
+
+class Over(WireMessage):
+    """The sender, of this replica, has finished the run."""
+
+    replica: Rank
 
 
 # Of members alone.

@@ -15,22 +15,13 @@ import socket
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import (
-    BootstrapElection,
-    Candidate,
-    Count,
-    LastViews,
-    Rank,
-    Ranks,
-    View,
-    byzantine_quorum,
-)
-from diloco.protocol import Entry, Introduce, Refused, Table, WireMessage, note, table_of
+from diloco.membership import BootstrapElection, Candidate, LastViews, View, byzantine_quorum
+from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, note, table_of
+from diloco.protocol import Looking as Looking
+from diloco.protocol import Members as Members
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import few_at_once, pauses
@@ -40,44 +31,6 @@ from diloco.transport.peers.transport import PeerTransport
 _LEAST_S = 0.1
 _OVER_S = 2.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
-
-_Name = Annotated[str, Meta(max_length=64)]
-
-
-class Ask(WireMessage):
-    entry: Entry
-    unreachable: Rank | None = None  # a member that is to open the connection to the asking process, which can't
-
-
-class Members(WireMessage, dict=True):
-    """The members, as one of them sees them."""
-
-    known: Table  # of the members and of processes that are about to join
-    members: Ranks  # the replicas of the view
-    step: Count = 0  # inner steps that the member has begun to synchronise
-    swarm: _Name = ""  # the swarm's name, chosen by its founder; "": it is none
-    founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
-
-    def __post_init__(self) -> None:
-        if not self.swarm.isprintable() or not self.members:
-            raise ValueError("it has no members, or a name that does not print")
-
-    @functools.cached_property
-    def entries(self) -> Mapping[int, Entry]:
-        return {each.rank: each for each in self.known}
-
-
-class Looking(WireMessage):
-    """The asked process is looking for the members, too."""
-
-    candidate: Candidate
-    was: _Name = ""  # the swarm that it was a member of
-
-
-class Over(WireMessage):
-    """The sender, of this replica, has finished the run."""
-
-    replica: Rank
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
-from diloco.protocol import Entry, Refused, Table, WireMessage, table_of
+from diloco.protocol import Ask, Entry, Looking, Members, Refused, Table, WireMessage, table_of
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say, within
-from diloco.transport.peers.directory import Ask, Directory, Looking, Members
+from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
-from diloco.units import visible
 
 _GONE_S = 5.0  # a rank that has not asked for this long does not wait any more
 _REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
 _AGAIN_S = 0.1, 1.0
-_MOST_REASON = 500
 _LOOKING = "the replica that listens there is looking for it, too"
 
 
@@ -136,8 +134,7 @@ class TcpDirectory(Directory):
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known if each.rank < num_ranks}
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
-            why = visible(answer.refused.removesuffix("."), _MOST_REASON)
-            refused = f" (one was refused: {why})" if why else ""
+            refused = f" (one was refused: {answer.refused.removesuffix('.')})" if answer.refused else ""
             self._missing = f"rank {missing}{refused}" if missing else "a member"
             if not missing:
                 if not self._gathers:  # else they come from it
