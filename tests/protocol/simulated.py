@@ -41,7 +41,12 @@ NUMEL = 12  # enough to be divided among a few replicas
 PAYLOAD = CODEC.encode(torch.ones(NUMEL))
 LATE_S, TIMEOUT_S = 5.0, 10.0
 RULES = Rules(
-    round_timeout_s=TIMEOUT_S, late_s=LATE_S, silence_s=LATE_S, continue_without_lost=True, raise_on_loss=False
+    round_timeout_s=TIMEOUT_S,
+    late_s=LATE_S,
+    silence_s=LATE_S / 2,
+    heartbeat_s=LATE_S / 5,
+    continue_without_lost=True,
+    raise_on_loss=False,
 )
 MOST_TICKS = 3 * 12 * 10  # of three view changes that take as long as they may
 

@@ -32,7 +32,7 @@ from diloco.protocol import (
 )
 from tests.protocol.histories import Lie, check_honest, instead, report, without
 from tests.protocol.network import Network
-from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, Stranger, begin, finish, simulated
+from tests.protocol.simulated import LATE_S, TIMEOUT_S, Rank, Stranger, begin, finish, simulated
 
 MAX_MEMORY_BYTES = 64 << 20
 STEPS = 9
@@ -263,7 +263,7 @@ class Hasty(Stranger):
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 @pytest.mark.parametrize("mute", [False, True])
 def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas: int, mute: bool) -> None:
-    network = simulated(replicas, rules=replace(RULES, late_s=2 * TIMEOUT_S))
+    network = simulated(replicas)
     liar = network[replicas - 1]
     liar.lie = accepts_else(replicas, mute=mute)
     liar.machine.views.end("a lie")
@@ -274,7 +274,7 @@ def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_who_follows_the_ballots_of_a_liar_is_not_taken_for_one(replicas: int, in_turn: bool) -> None:
-    network = simulated(replicas, rules=replace(RULES, late_s=2 * TIMEOUT_S))
+    network = simulated(replicas)
     network.nodes[replicas - 1] = Hasty(network, replicas - 1, in_turn=in_turn)
     honest, _ = run(network, replicas - 1)
     assert honest[0].view.members == tuple(range(replicas - 1))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
-from diloco.errors import ViewChangedError
+from diloco.errors import ConfigurationError, ViewChangedError
 from diloco.membership import View
 from diloco.protocol import Change, Header, Leaving, Machine, RoundVote, Rules, tally
 from tests.protocol.network import Limits, explore, settle
@@ -73,8 +73,8 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
     assert [delay_s for delay_s, _ in network[0].timers] == [LATE_S]
-    network[1].now_s += LATE_S  # that it is late counts if more say so than could lie
-    network[0].fire(of_round=True)
+    for number in (0, 1):  # that it is late counts if more say so than could lie
+        network[number].fire(of_round=True)
     explore(network)
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
     assert network[2].left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
@@ -301,6 +301,12 @@ def test_who_hears_nobody_any_more_accuses_all_at_once(replicas: int, chance: ra
     when_s, lost = detected_s(heard, range(1, replicas))
     assert sorted(lost) == [*range(1, replicas)]
     assert when_s <= SILENCE.silence_s + SILENCE.heartbeat_s
+
+
+def test_two_silences_fit_into_the_time_after_which_somebody_is_late() -> None:
+    """Otherwise one liar could have f replicas excluded that were only quiet."""
+    with pytest.raises(ConfigurationError, match=r"late_s=29.0 must be at least twice silence_s=15.0"):
+        replace(SILENCE, late_s=29.0)
 
 
 def test_a_process_that_was_suspended_gives_the_others_time_and_knows_it_for_a_silence() -> None:

@@ -200,7 +200,7 @@ def late_proposal() -> Scene:
     scene.cut(0, 2)
     scene.notice(2, 0)
     scene.give(2, 1)
-    scene.network[1].now_s += 2 * LATE_S  # a turn
+    scene.network[1].now_s += LATE_S  # a turn
     scene.network[1].fire(of_round=False)
     scene.spread(Change, Accept, between=(1, 2, 3, 4))
     scene.give(0, 3, 4)

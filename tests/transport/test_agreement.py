@@ -73,7 +73,7 @@ def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
 
 
 def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires: Wires) -> None:
-    ways = wires.meet(2, continue_without_lost=True, late_s=5.0)
+    ways = wires.meet(2, continue_without_lost=True, late_s=10.0)
     members = at_once([lambda m=m: made(ways[m]) for m in range(2)])
     ways[1].leave()
     ways[1].close()

@@ -124,6 +124,13 @@ class Round:
         self.looks = {each: self.looks.get(each, -1) + 1 for each in self.awaited}
         return frozenset(each for each, looks in self.looks.items() if looks >= Rules.LOOKS)
 
+    @property
+    def suspects(self) -> frozenset[int]:
+        """The replicas that are awaited for half of the looks after which they are late."""
+        if self.committed is not None:
+            return frozenset()
+        return frozenset(each for each in self.awaited if self.looks.get(each, 0) >= Rules.LOOKS / 2)
+
     def sealed_digest(self, digest: str) -> str:
         """Return a digest of an average's digest and the uplinks in the headers.
 
@@ -131,13 +138,6 @@ class Round:
         """
         taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
-
-    def overdue(self, now_s: float) -> frozenset[int]:
-        """Return the replicas that are awaited for half of the time that they may take."""
-        if self.committed is not None or self.begun is None:
-            return frozenset()
-        since_s = self.begun.sent_s if math.isinf(self.voted_s) else self.voted_s
-        return self.awaited if now_s - since_s >= self.late_s / 2 else frozenset()
 
     def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
         """Return a contribution for the next view. Its time restarts if this rank has voted within it."""

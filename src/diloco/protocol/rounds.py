@@ -19,9 +19,8 @@ from diloco.protocol.wire import Header, RoundVote, WireMessage
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
-_MOST_EARLY = (
-    4096  # most rounds that one rank may contribute to before this rank has begun them: more than a view can have
-)
+# most rounds that one rank may contribute to before this rank has begun them: more than a view can have
+_MOST_EARLY = 4096
 MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
 _RECENT_ROUNDS = 32  # most recent rounds of a member that count for that
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
@@ -227,11 +226,11 @@ class Rounds:
     def suspects(self) -> frozenset[int]:
         """Return the replicas that others may accuse of being late, or of spoiling rounds.
 
-        This rank has awaited a contribution, or a vote, for half of the time that it may take since its own one; or so
-        many rounds are spoilt that others, which may be a round ahead, know of `MOST_SPOILT`.
+        This rank has awaited a contribution, or a vote, for half of the looks after which it is late; or so many rounds
+        are spoilt that others, which may be a round ahead, know of `MOST_SPOILT`.
         """
         spoilers = {each for each, rounds in self._spoilt.items() if sum(rounds) >= MOST_SPOILT - 1}
-        return frozenset(spoilers).union(*(each.overdue(self._outbox.now_s) for each in self._rounds.values()))
+        return frozenset(spoilers).union(*(each.suspects for each in self._rounds.values()))
 
     # Payloads and timers.
 

@@ -23,7 +23,8 @@ _Time = Annotated[float, Meta(gt=0)]
 class Rules:
     """The rules of a run, independent of the network that carries its messages, and who this rank is.
 
-    The time-outs form one hierarchy: two heartbeats fit into a silence, and a silence into a round.
+    The time-outs form one hierarchy: two heartbeats fit into a silence, a silence into a round, and two silences into
+    the time after which a contribution is late.
     """
 
     LOOKS: ClassVar[int] = 4  # late is what is awaited from one look to the last of this many after it
@@ -59,6 +60,11 @@ class Rules:
             raise ConfigurationError(
                 f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}, or healthy "
                 f"replicas would count as lost, and at most round_timeout_s={self.round_timeout_s}."
+            )
+        if self.late_s is not None and self.late_s < 2 * self.silence_s:
+            raise ConfigurationError(
+                f"late_s={self.late_s} must be at least twice silence_s={self.silence_s}, or a replica that lies could "
+                "have others excluded as late that were quiet for less than a silence."
             )
         check_choice("split", self.split, get_args(_Split))
         if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):

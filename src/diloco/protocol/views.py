@@ -37,7 +37,6 @@ class Views:
         self._outbox = outbox
         self.on_begin: Callable[[NextView | None, Report | None], None] = self.on_view  # called once a view has begun
         rounds.on_failure = self.handle_failure
-        self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         # replica -> what it says has followed this view, see `_has_support`
         self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
@@ -246,8 +245,7 @@ class Views:
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
             self.leave()
-        elif sender not in self._leaving:
-            self._leaving.add(sender)
+        else:
             self.end(f"replica {replica} left after step {leaving.step}", left=frozenset({replica}))
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
@@ -303,14 +301,14 @@ class Views:
         if self.failure is not None or not self.is_member:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
+        elif self._is_estranged(replica):
+            self._outbox.send([rank], _MAY_BE_RUNNING)
         elif (
-            self._is_estranged(replica)
-            or (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
+            (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
             or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
-            refusal = Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN
-            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else refusal)
+            self._outbox.send([rank], Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN)
         else:
             self._ended_early.discard(replica)
             asked = self._asked.setdefault(replica, set())
@@ -393,7 +391,7 @@ class Views:
 
     def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
-        self._said, self._leaving = {}, set()
+        self._said = {}
         # another process may take the number of one that has gone
         self._ejected = self._ejected.intersection(self.view.members)
         if self.failure is None:

@@ -94,7 +94,7 @@ class NetworkSettings:
     @property
     def late_s(self) -> float:
         """How long the others wait for a late contribution."""
-        return 2 * self.silence if self.straggler == "skip" else self.round_timeout
+        return 2 * self.silence if self.straggler == "skip" else max(self.round_timeout, 2 * self.silence)
 
     @property
     def listen_at(self) -> tuple[str, range]:
