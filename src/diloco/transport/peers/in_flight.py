@@ -96,7 +96,7 @@ class RoundsInFlight:
         self._machine = self._connections.machine.rounds
         self._closed: TransportError | None = None
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
-        self._running: set[Future[None]] = set()  # threads of exchanges and copies
+        self._running: set[Future[Any]] = set()  # threads of exchanges and copies
         self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
 
     def submit(self, pending: PeerPending, submitted: Submitted, ready: Future[Any] | None) -> None:
@@ -162,9 +162,12 @@ class RoundsInFlight:
         peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
         exchange = PayloadExchange(pending.contribution, view, peers, self._connections)
         pending.exchange = self._exchanges[key] = exchange
-        running = in_thread(lambda: self._exchange(key), f"diloco-{round_id.fragment}")
+        running = in_thread(
+            lambda: exchange.run(lambda digest: self._connections.post_act(self._machine.compute, *key, digest)),
+            f"diloco-{round_id.fragment}",
+        )
         self._running.add(running)
-        running.add_done_callback(self._ended)
+        running.add_done_callback(lambda running: self._ended(key, running))
 
     def give(self, given: GiveVerdict) -> None:
         exchange = self._exchanges.get((given.view_id, given.round))
@@ -178,26 +181,27 @@ class RoundsInFlight:
 
     def cancel(self, ended: Callable[[tuple[int, RoundId]], bool] = lambda key: True) -> None:
         """End the exchanges of rounds that are void, or whose view has ended."""
-        for key, exchange in list(self._exchanges.items()):  # their threads remove them when they end
+        for key, exchange in self._exchanges.items():
             if ended(key):
                 exchange.cancel()
 
     def fail_exchanges(self, fault: TransportError) -> None:
-        for exchange in list(self._exchanges.values()):
+        for exchange in self._exchanges.values():
             if not exchange.verdict.done():
                 exchange.verdict.set_exception(fault)
 
-    def _exchange(self, key: tuple[int, RoundId]) -> None:
-        exchange = self._exchanges[key]
-        ending = exchange.run(lambda digest: self._connections.post_act(self._machine.compute, *key, digest))
-        self._connections.post(exchange.cancel)  # releases what is left of it
-        del self._exchanges[key]
-        self._connections.post_act(self._machine.end_exchange, *key, **ending)
+    def _end(self, key: tuple[int, RoundId], ending: dict[str, Any]) -> None:
+        self._exchanges.pop(key).cancel()  # releases what is left of it
+        self._connections.handle(self._machine.end_exchange, *key, **ending)
 
-    def _ended(self, running: Future[None]) -> None:
+    # In the thread of an exchange.
+
+    def _ended(self, key: tuple[int, RoundId], running: Future[dict[str, Any]]) -> None:
         self._running.discard(running)
         if (error := running.exception()) is not None:
             self._connections.post(self._connections.fail, error)
+        else:
+            self._connections.post(self._end, key, running.result())
 
 
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
