@@ -189,6 +189,8 @@ def test_a_stranger_has_few_connections_however_often_it_opens_each(monkeypatch:
     transport, credentials = PeerTransport(rules(rank=0), TcpStreams()), Credentials("tcp", "")
     place, me = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1"), credentials.public_key
     with closing(transport), ExitStack() as stack:
+        transport.begin(View.of(1), member=True)
+        transport.connections.entries[1] = Entry(1, "who only asks in that number, and keeps nobody out")
         for number in range(24):
             stranger = stack.enter_context(credentials.opening.wrap_socket(plain_stranger_at(place)))
             hello = {"kind": "hello", "rank": 1 + number // 2, "address": transport.connections.streams.identity_of(me)}

@@ -19,9 +19,10 @@ import torch
 import zstandard
 
 from diloco.algorithm import Contribution, RoundId, make_codec, weighted_mean
-from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import Average
 from diloco.transport import PeerTransport
+from tests.transport.contract import exchange
 from tests.transport.relays import PART, Cut, Relays, Unit, part
 from tests.transport.wires import Wires, at_once
 
@@ -104,7 +105,9 @@ def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_wai
     assert sent[0] < 2.2 * of_one, "two good rounds, and at most a tenth of each direction's payload of the void one"
 
 
-def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(wires: Wires, relays: Relays) -> None:
+def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(
+    wires: Wires, relays: Relays, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transports = wires.meet(2)
     relays.hook = lambda unit: b"" if unit.kind == "link" and unit.number and unit.data[:1] == b"A" else unit.data
     numbers = np.ones(NUMEL, dtype=np.float32)
@@ -116,11 +119,25 @@ def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(w
     for each in pending:
         each.wait()
     del pending, each
+    monkeypatch.setattr(type(link.stripes[0]), "MOST_FORGOTTEN", 9)
     for outer_step in (1, 2, 3):
         check_round(transports, outer_step)
     gc.collect()
     assert freed() is None
     assert link.pace.bits_per_s == math.inf
+    assert link.uses > 1, "what is kept of the parts of a stripe is bounded"
+
+
+def test_pieces_of_a_payload_of_any_size_and_buffers_are_told_apart(wires: Wires) -> None:
+    """Before, the number of a piece had no more room in its tag from 34 GB on."""
+    transports = wires.meet(2, piece_bytes=1, round_timeout_s=100.0)
+    given = [replace(contribution(each), buffers=torch.tensor([1.0 + each])) for each in range(2)]
+    for average in exchange(transports, given):
+        assert torch.equal(average.values, weighted_mean(given).values)
+        assert average.buffers is not None
+        assert average.buffers.tolist() == [1.5]
+    with pytest.raises(ConfigurationError, match="The model's buffers have 1073741828 bytes"):
+        transports[0].average(replace(contribution(0, 1), buffers=torch.empty((1 << 28) + 1)))
 
 
 def compressed(content: bytes, **options: Any) -> bytes:

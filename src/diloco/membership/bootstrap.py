@@ -150,12 +150,7 @@ class BootstrapElection:
         return all(each.last is None or each.vote == founded for each in voted_for)
 
     def _are_enough(
-        self,
-        newest: View,
-        founded: View,
-        there: Sequence[Candidate],
-        left: Collection[int],
-        counted: Collection[int],
+        self, newest: View, founded: View, there: Sequence[Candidate], left: Collection[int], counted: Collection[int]
     ) -> bool:
         """Return whether the members that are ``counted`` may continue from every view that others may be in."""
         promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]

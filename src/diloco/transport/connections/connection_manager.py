@@ -19,30 +19,14 @@ from msgspec import Meta
 
 from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
-from diloco.protocol import (
-    Beat,
-    Entry,
-    Excluded,
-    GivenUp,
-    Message,
-    Refused,
-    Rules,
-    Store,
-    WireMessage,
-)
+from diloco.protocol import Beat, Entry, Excluded, GivenUp, Message, Refused, Rules, Store, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
 from diloco.transport.connections.pace import UplinkMeter, sum_of
 from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
-from diloco.transport.connections.streams import (
-    Stream,
-    ask,
-    pack,
-    read_frame,
-    within,
-)
+from diloco.transport.connections.streams import Stream, ask, pack, read_frame, within
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -91,7 +75,7 @@ class ConnectionManager(ControlThread):
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
-        self.entries: dict[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
+        self.entries: dict[int, Entry] = {}  # known ranks; nobody with another identity can claim a member's
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
         self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected
@@ -256,8 +240,12 @@ class ConnectionManager(ControlThread):
         if rank == self.rank or rank >= self.most_ranks:
             return
         identity, known = self.streams.identity(writer), self.entries.get(rank)
-        if self.streams.named and (identity != str(address) or (known is not None and known.address != identity)):
+        if self.streams.named and identity != str(address):
             return
+        if self.streams.named and known is not None and known.address != identity:
+            if rank in self._members or self.rank not in self._members:
+                return
+            del self.entries[rank]  # of who asked a member in that number, which keeps nobody out
         crossed, answered = self._hellos.get(rank, ("", None))
         if answered is not None and self.rank < rank:
             await answered.wait()

@@ -27,6 +27,7 @@ _FUTILE = 32  # full transfers without a pace after one that did not lower the l
 
 
 _SHARE = 1.1  # of the uplink that the links may use together: more than all of it, to find a faster path
+_HELD = 0.9  # a link that sends at this part of its share, or at more, is held by it
 _HIGHER = 1.07  # a rate of more than so many times the highest one shows a faster path; less than `_SHARE`
 _STRIPES = 32  # to all other replicas together
 
@@ -131,19 +132,31 @@ class UplinkMeter:
     The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
     They may include bytes from before, so that no more count than were written meanwhile. The rate is measured whenever
     one link has nothing more to send: it falls when only that to a slow peer is left, which says nothing of the uplink.
+    Nor does the rate fall if that link was held by its share: then others did not use theirs, as their peers are slow.
 
     >>> counters = iter([TcpCounters(acked=each, round_trip_s=0.02) for each in (0, 2_500_000, 3_000_000)])
     >>> meter = UplinkMeter(lambda: next(counters))
     >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.2), ("b", False, 3.0)]:
-    ...     meter.note(link, sending, now_s)
+    ...     meter.note(link, sending, 0, now_s)
     ...     meter.written_bytes += 1_250_000
     >>> meter.uplink(full=True).bits_per_s
     111111111
+
+    Here the uplink carries 40 Mbit/s, and the last of three peers takes 5 of them:
+
+    >>> meter = UplinkMeter(lambda: TcpCounters(acked=meter.written_bytes, round_trip_s=0.02))
+    >>> for _ in range(50):
+    ...     _ = [meter.note(link, True, 0, 0.0) for link in "abc"]
+    ...     seconds = 8 * 5.0 / min(17.5, meter.share_bits_per_s / 1e6)
+    ...     meter.written_bytes += 10_000_000 + int(seconds * 5e6 / 8)
+    ...     _ = [meter.note(link, False, 5_000_000, now_s) for link, now_s in zip("abc", (seconds, seconds, 8.0))]
+    >>> round(meter.uplink(full=True).bits_per_s / 1e6)
+    40
     """
 
     def __init__(self, counters: Callable[[], TcpCounters]) -> None:
         self._counters = counters  # of all links together
-        self._sending: set[Hashable] = set()
+        self._sending: dict[Hashable, int] = {}  # links that send -> what each had written when it began
         self.written_bytes = 0  # by all links
         self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._fading = _FADING  # of the rate, once since this process last began to send
@@ -151,8 +164,8 @@ class UplinkMeter:
         self._was_full = False  # whether the path was full, which is not known where it is near
         self._searches = False  # whether the last transfer was faster than those before
 
-    def note(self, link: Hashable, sending: bool, now_s: float) -> None:
-        """Take note of whether a link has anything that no stripe has taken yet."""
+    def note(self, link: Hashable, sending: bool, written_bytes: int, now_s: float) -> None:
+        """Take note of whether a link, which has written so much, has anything that no stripe has taken yet."""
         if sending and not self._sending:
             self._began_s, self._acked, self._written_bytes = now_s, self._counters().acked, self.written_bytes
             self._fading = _FADING
@@ -162,10 +175,15 @@ class UplinkMeter:
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
                 rate = 8 * num_bytes / (seconds - trip_s)
                 if self._fading < 1.0:  # the first measurement of this transfer
+                    is_held = 8 * (written_bytes - self._sending[link]) >= _HELD * self.share_bits_per_s * seconds
+                    self._fading = 1.0 if is_held else self._fading
                     self._searches = 0 < _HIGHER * self._bits_per_s < rate
                 self._bits_per_s = max(rate, self._fading * self._bits_per_s)
                 self._fading, self._was_full = 1.0, trip_s > NEAR_S
-        (self._sending.add if sending else self._sending.discard)(link)
+        if not sending:
+            self._sending.pop(link, None)
+        elif link not in self._sending:
+            self._sending[link] = written_bytes
 
     @property
     def share_bits_per_s(self) -> float:
@@ -176,9 +194,9 @@ class UplinkMeter:
 
         >>> meter = UplinkMeter(lambda: TcpCounters(acked=meter.written_bytes, round_trip_s=0.02))
         >>> def share(seconds: float) -> float:
-        ...     _ = [meter.note(link, True, 0.0) for link in "ab"]
+        ...     _ = [meter.note(link, True, 0, 0.0) for link in "ab"]
         ...     pace, meter.written_bytes = meter.share_bits_per_s, meter.written_bytes + 20_000_000
-        ...     _ = [meter.note(link, False, seconds) for link in "ab"]
+        ...     _ = [meter.note(link, False, 10_000_000, seconds) for link in "ab"]
         ...     return round(pace / 1e6, 1)
         >>> [share(seconds) for seconds in (160.02, 145.02, 4.02, 4.02, 4.02)]  # at first the path has stood still
         [inf, 0.6, inf, inf, 22.0]

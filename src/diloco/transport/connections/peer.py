@@ -23,11 +23,7 @@ from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
 from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import (
-    MAX_MESSAGE_BYTES,
-    UNKNOWN_PEER_BYTES,
-    read_bytes,
-)
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, read_bytes
 from diloco.transport.connections.stripe import (
     LEAST_PART_BYTES,
     Early,
@@ -44,7 +40,7 @@ _MESSAGE_BYTES = 512  # counted for each control message, besides its size: the 
 _BYTES_PER_S, _BURST_S = {False: 64e3, True: 8e6}, 4.0
 """Rate accepted from unknown peers and from members, and for how long it may be exceeded; normal use is far below."""
 FLUSH_S = 1.0
-_TAG_BITS = 17  # of a message within its round
+PIECE_BITS = 17  # of a tag: the message within its round
 _LOOK_S = 0.01  # between two looks whether a stripe has become free
 
 
@@ -212,18 +208,16 @@ class Peer:
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
         self._early.pop(round_tag, None)
-        for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
+        for tag in [tag for tag in self._incoming if tag >> PIECE_BITS == round_tag]:
             self._incoming.pop(tag).received.cancel()
         self._stop_sending(round_tag)
 
     def _stop_sending(self, round_tag: int) -> None:
         """Count what belongs to a round as sent, as it is not wanted any more, even if it is never acknowledged."""
-        cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
+        cancelled = {message for message in self._in_flight if message.tag >> PIECE_BITS == round_tag}
         if not cancelled:
             return
         self.pace.lift()
-        for stripe in self.stripes.values():
-            stripe.forget(cancelled)
         self._in_flight -= cancelled
         self._unsent = deque(message for message in self._unsent if message not in cancelled)
         self._to_resend = deque(part for part in self._to_resend if part.message not in cancelled)
@@ -232,6 +226,8 @@ class Peer:
         for message in cancelled:
             self._missing_bytes -= message.missing
             message.sent.set_result(None)
+        for stripe in self.stripes.values():
+            stripe.forget(cancelled)
         self._note_sending()
 
     # Sending.
@@ -324,7 +320,7 @@ class Peer:
         return self.sent_bytes, self.received_bytes, self.counters().round_trip_s
 
     def _note_sending(self) -> None:
-        self.meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
+        self.meter.note(self, bool(self._unsent or self._to_resend), self.sent_bytes, self._loop.time())
 
     # Receiving.
 
@@ -341,7 +337,7 @@ class Peer:
 
     def arrived(self, head: Head, data: memoryview) -> None:
         """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""
-        if early := self._early.get(head.tag >> _TAG_BITS):
+        if early := self._early.get(head.tag >> PIECE_BITS):
             early.keep(head, data)
             return
         message = self._incoming.get(head.tag)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from diloco.transport.connections.peer import Peer
 
 
-MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
+MOST_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 """Larger messages and parts are refused."""
 
 HEAD = struct.Struct(">cQIII")
@@ -60,7 +60,7 @@ class Head(NamedTuple):
     @property
     def valid(self) -> bool:
         """Whether this is the header of a part that lies within its message, neither being too large."""
-        fits = self.start + self.size <= self.total <= MAX_MESSAGE_BYTES and self.size <= MOST_PART_BYTES
+        fits = self.start + self.size <= self.total <= MOST_MESSAGE_BYTES and self.size <= MOST_PART_BYTES
         return self.kind in (b"D", b"Z") and fits and (self.size > 0 or self.total == 0)
 
     def content(self, data: memoryview) -> memoryview | bytes:
@@ -173,6 +173,8 @@ class Stripe(asyncio.BufferedProtocol):
         ended: Resolved with the reason when the connection has ended.
     """
 
+    MOST_FORGOTTEN = 1 << 11  # parts that were sent, are wanted no more, and fit into the buffers of any path
+
     def __init__(self, peer: Peer, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
@@ -230,6 +232,8 @@ class Stripe(asyncio.BufferedProtocol):
     def forget(self, messages: Collection[Outgoing]) -> None:
         """Release what was sent of these messages, as the other side may never acknowledge it."""
         self._parts |= {key: None for key, part in self._parts.items() if part and part.message in messages}
+        if [*self._parts.values()].count(None) > self.MOST_FORGOTTEN:
+            self.end("the other side does not acknowledge what it gets")
 
     def counters(self) -> TcpCounters:
         return tcp_counters(self._socket)

@@ -40,13 +40,13 @@ from diloco.errors import CodecError, TransportError
 from diloco.membership import View
 from diloco.protocol import GiveVerdict
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.peer import Peer, round_tag
+from diloco.transport.connections.peer import PIECE_BITS, Peer, round_tag
 from diloco.waiting import at_once
 
-_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
+_LEAST_PIECES, _LEAST_PIECE_BYTES, _MOST_PIECES = 16, 1 << 18, 1 << 12
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
-size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
-as needed."""
+size. Each piece has a fixed cost: a message, an acknowledgement and a validation. There are at most so many, as a tag
+has 16 bits for their number. Links cut pieces further into parts as needed."""
 
 
 _Addends = Mapping[int, tuple[Codec, Tensor, float]]
@@ -197,13 +197,14 @@ class PayloadExchange:
         """
         even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
         size = min(self._piece_bytes, max(_LEAST_PIECE_BYTES, even))
-        step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
+        least = math.ceil((stop - start) / codec.block_size / _MOST_PIECES)
+        step = max(1, least, size // codec.payload_bytes(codec.block_size)) * codec.block_size
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
     def _message(self, values: Tensor, piece: int) -> tuple[int, memoryview]:
-        """Return the tag and the bytes of a contiguous CPU tensor. A tag is the round's, and 17 bits of the piece."""
+        """Return the tag and the bytes of a contiguous CPU tensor."""
         data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
-        return self._tag << 17 | piece, data
+        return self._tag << PIECE_BITS | piece, data
 
     def _receive(self, member: int, buffer: Tensor, piece: int) -> None:
         received: Future[None] = Future()

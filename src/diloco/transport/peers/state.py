@@ -99,12 +99,7 @@ class StateTransfer:
         self._source, self._version = source, version
 
     def fetch(
-        self,
-        fragment: int,
-        donors: Sequence[int],
-        entries: Mapping[int, Entry],
-        after: int,
-        expected_bytes: int | None,
+        self, fragment: int, donors: Sequence[int], entries: Mapping[int, Entry], after: int, expected_bytes: int | None
     ) -> Mapping[str, Any]:
         """Fetch the state of a fragment; see `Transport.fetch`.
 

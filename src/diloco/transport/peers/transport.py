@@ -35,6 +35,7 @@ from diloco.transport.connections.control_thread import Acts
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
+from diloco.transport.connections.stripe import MOST_MESSAGE_BYTES
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
@@ -131,6 +132,11 @@ class PeerTransport(Transport):
         before = self._rounds.last.get(contribution.round.fragment)
         again = before is not None and before.round == contribution.round and not before.void
         self.check(contribution, again=again)
+        if contribution.extra_bytes > MOST_MESSAGE_BYTES:
+            raise ConfigurationError(
+                f"The model's buffers have {contribution.extra_bytes} bytes, and at most {MOST_MESSAGE_BYTES} can be "
+                "averaged. Register those that can be computed again with persistent=False."
+            )
         pending = PeerPending(contribution, self, on_commit)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
@@ -176,11 +182,8 @@ class PeerTransport(Transport):
     def fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
     ) -> Future[Mapping[str, Any]]:
-        after, members, entries = (
-            self._rounds.decided_rounds(fragment),
-            self.view.members,
-            dict(self.connections.entries),
-        )
+        after, members = self._rounds.decided_rounds(fragment), self.view.members
+        entries = dict(self.connections.entries)
         asked = {donor: self.rules.ranks([donor])[self.rules.position] for donor in donors if donor in members}
         there = {donor: entries[rank] for donor, rank in asked.items() if donor != self.replica and rank in entries}
         fetched = in_thread(

@@ -76,9 +76,9 @@ class Place:
             connections.listen(before.address.host, range(0), before.address.host)
             others, meeting, gathers = before.known_entries(), self.rendezvous, False
         window_s = self.join_window_s
-        entries = (self._entry(transport, held_step), *others)
+        mine = Entry(self.rank, str(transport.address), transport.rules.facts, held_step)
         return TcpDirectory(
-            transport, entries, meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
+            transport, (mine, *others), meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
         )
 
     def _begin(self, transport: PeerTransport) -> tuple[Address, bool]:
@@ -90,9 +90,6 @@ class Place:
         if not hosts:
             connections.listen(host, ports, host)
         return connections.address if hosts else self.rendezvous, hosts
-
-    def _entry(self, transport: PeerTransport, held_step: int) -> Entry:
-        return Entry(self.rank, str(transport.address), transport.rules.facts, held_step)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
