@@ -262,13 +262,14 @@ def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_con
     ("sender", "message"),
     [
         (2, Announcement("stop", 1 << 53)),
+        (2, FactsMessage(ENTRY)),
         (2, Join(ENTRY)),
         (5, Join(Entry(4, "host:5"))),
         (5, Join(Entry(5, "elsewhere:5"))),
     ],
 )
 def test_what_nobody_can_mean_is_the_senders_fault(member: Rank, sender: int, message: Any) -> None:
-    with pytest.raises(MessageError, match=r"past step|another rank or address"):
+    with pytest.raises(MessageError, match=r"past step|facts of another rank|another rank or address"):
         member.hear(sender, message)
     assert_nothing(member.hear(sender, Beat()))
 
