@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -180,13 +181,12 @@ def rank_hears(position: int, folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="has codec = fp4"):
         transport.agree({"codec": "int8"})
 
-    def fails(leader: Transport) -> None:
-        raise KeyError("nobody foresaw it")
-
     assert transport.shared(lambda leader: [leader.replica, "words"]) == [1, "words"]
-    kind: type[Exception] = KeyError if group.leads else ReplicaLostError
-    with pytest.raises(kind, match=f"{'' if group.leads else 'Position 0 of replica 1 .*'}nobody foresaw it"):
-        transport.shared(fails)
+    for error in (KeyError("nobody foresaw it"), KeyboardInterrupt("Ctrl-C")):  # the latter was a TypeError elsewhere
+        act = mock.Mock(side_effect=error)
+        kind = type(error) if group.leads else ReplicaLostError
+        with pytest.raises(kind, match=f"{'' if group.leads else 'Position 0 of replica 1 .*'}{error.args[0]}"):
+            transport.shared(act)
     transport.tick()
     transport.publish(lambda fragment: {})
     group.close()

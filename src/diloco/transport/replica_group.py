@@ -152,18 +152,18 @@ class ReplicaGroup:
 
         Raises:
             DiLoCoError: what ``act`` raises, on every rank with the same class and message.
-            Exception: on position 0, if ``act`` raises any other error, which is a bug.
-            ReplicaLostError: on the other ranks in that case.
+            BaseException: on position 0, if ``act`` raises any other error, such as Ctrl-C or a bug.
+            ReplicaLostError: on the other ranks in that case; it names the error.
         """
         outcome: dict[str, Any] = {}
-        raised: Exception | None = None
+        raised: BaseException | None = None
         if self.leads:
             try:
                 outcome["value"] = act()
-            except Exception as error:  # raised again below, once the other ranks know
+            except BaseException as error:  # raised again below, once the other ranks know
                 words = f"Position 0 of replica {self.replica} has failed, and none can continue without it: {error!r}"
-                bug = ReplicaLostError(words, replicas=[self.replica])
-                raised, outcome["error"] = error, _described(error if isinstance(error, DiLoCoError) else bug)
+                lost = ReplicaLostError(words, replicas=[self.replica])
+                raised, outcome["error"] = error, _described(error if isinstance(error, DiLoCoError) else lost)
         outcome = self.share(outcome)
         if "error" in outcome:
             try:
