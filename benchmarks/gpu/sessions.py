@@ -74,7 +74,7 @@ def make_session(
         model=ModelSettings(arguments=job.model.arguments()),
     )
     settings = resolve(settings, num_layers=job.model.layers)
-    fleet = Fleet(make_transport(settings))
+    fleet = Fleet(make_transport(settings).endpoints)
     return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 

@@ -50,4 +50,6 @@ def session_of(
     settings = settings_of(data, arguments)
     corpus = build_corpus(settings.data)
     settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
-    return Session(settings, corpus, fleet or Fleet(make_transport(settings)), torch.device("cpu"), on_event, initial)
+    return Session(
+        settings, corpus, fleet or Fleet(make_transport(settings).endpoints), torch.device("cpu"), on_event, initial
+    )

@@ -20,6 +20,7 @@ ALONE = "--replicas 1"
 
 def test_a_slow_replica_trains_its_share_and_says_how_fast_it_is() -> None:
     others = mock.Mock()
+    others.directory.transport = others.transport
     others.transport.configure_mock(view=View(0, (0, 1)), speeds=lambda: {1: 2.5})
     pace = DynamicSteps(0, 10, others)
     for _ in range(6):
@@ -28,12 +29,13 @@ def test_a_slow_replica_trains_its_share_and_says_how_fast_it_is() -> None:
     for step in range(20):
         pace.announce(step)
     assert others.transport.announce_speed.mock_calls == [mock.call(1.0)] * 2
-    others.note.assert_called_with(pace=0.4)
+    others.place.note.assert_called_with(pace=0.4)
 
 
 def at_share(steps: int, patch: pytest.MonkeyPatch) -> DynamicSteps:
     """Return the pace of a lone replica that trains so many of 4 steps, however fast it is."""
     others = mock.Mock()
+    others.directory.transport = others.transport
     others.transport.view = View(0, (0,))
     pace = DynamicSteps(0, 4, others)
     patch.setattr(pace, "steps_of", lambda replica: steps)

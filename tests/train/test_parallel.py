@@ -196,7 +196,7 @@ def test_in_half_precision_ranks_train_and_skip_steps_as_one(ranks: Ranks, alone
 
 def rank_of_a_session(position: int, data: Path, folder: Path) -> dict[str, Any]:
     """Return the global parameters of a new session of two ranks, and of one that begins from other weights."""
-    fleet, one = Fleet(InProcessTransport(1)), "--replicas 1"
+    fleet, one = Fleet(InProcessTransport(1).endpoints), "--replicas 1"
     group = fleet.group = open_group(Setup(strategy="fsdp", size=2), position, folder)
     done, other = {}, {name: value + 1 for name, value in session_of(data, one).global_params().items()}
     for name, initial in (("new", None), ("given", other)):

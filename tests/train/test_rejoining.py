@@ -19,7 +19,7 @@ from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.membership import Candidate, LastViews
 from diloco.protocol import Rules
-from diloco.train import PeerFleet, follow_views
+from diloco.train import Fleet, follow_views
 from diloco.transport import (
     Admission,
     ConnectionManager,
@@ -37,20 +37,20 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBAC
 from tests.transport.swarms import QUICK as SWARM
 from tests.transport.wires import QUICK, at_once, rendezvous
 
-Meet = Callable[..., list[PeerFleet]]
-Make = Callable[..., PeerFleet]
+Meet = Callable[..., list[Fleet]]
+Make = Callable[..., Fleet]
 RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
 
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together."""
-    fleets: list[PeerFleet] = []
+    fleets: list[Fleet] = []
 
-    def made(count: int, *, at_replica_0: bool = False) -> list[PeerFleet]:
+    def made(count: int, *, at_replica_0: bool = False) -> list[Fleet]:
         with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
-            found = at_once([lambda place=place: PeerFleet(place, RULES) for place in places])
+            found = at_once([lambda place=place: Fleet.meet(place, RULES) for place in places])
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -62,7 +62,7 @@ def meet() -> Iterator[Meet]:
 
 
 @contextmanager
-def all_lost(fleets: list[PeerFleet]) -> Iterator[None]:
+def all_lost(fleets: list[Fleet]) -> Iterator[None]:
     """Make all fleets close their transports before any searches, or one would be found as a member of the old view."""
     close, all_closed = PeerTransport.close, threading.Barrier(len(fleets))
     ways = [fleet.transport for fleet in fleets]
@@ -94,7 +94,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets = meet(4)
     fleets[3].close()
     place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
-    started = PeerFleet(place, RULES)
+    started = Fleet.meet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
@@ -201,7 +201,7 @@ def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
 class Peer:
     """One replica and its thread, which trains until all replicas are asked to end."""
 
-    def __init__(self, fleet: PeerFleet, data: Path) -> None:
+    def __init__(self, fleet: Fleet, data: Path) -> None:
         self.fleet, self.events = fleet, list[Event]()
         self.asked, self._news = threading.Event(), queue.SimpleQueue[Event]()
         arguments = "--replicas 3 --steps 100000 --data-parallel-steps 100000"
@@ -269,28 +269,27 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
 
 @pytest.fixture
 def swarm(keys: Path) -> Iterator[Make]:
-    fleets: list[PeerFleet] = []
+    fleets: list[Fleet] = []
 
     def made(
         number: int,
-        *known: PeerFleet,
+        *known: Fleet,
         run: str = "run",
         held_step: int = -1,
         start: int = 1,
         join_window_s: float = 0.5,
-    ) -> PeerFleet:
+    ) -> Fleet:
+        addresses = tuple(address for each in known for address in each.directory.listens_at())
         place = SwarmPlace(
             identity=keys / f"{number}.key",
             admission=Admission(run, "", frozenset()),
-            node=NodePlace(
-                join=tuple(address for each in known for address in each.addresses), listen=LOOPBACK, map_ports=False
-            ),
+            node=NodePlace(join=addresses, listen=LOOPBACK, map_ports=False),
             replica=number,
             name="anna-pc",
             join_window_s=join_window_s,
         )
         rules = Rules(**SWARM | {"rendezvous_timeout_s": 15.0, "together": False})
-        fleets.append(PeerFleet(place, rules, held_step=held_step, replicas=start, margin=1))
+        fleets.append(Fleet.meet(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
     yield made
@@ -307,7 +306,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make)
     first.close_to_joiners("")
     second = swarm(1, standing, first)
     second.join(LIMIT_S)
-    assert first.names() == second.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
+    assert first.transport.names() == second.transport.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
     first.directory.finish()
     first.close()
     second.transport.close()
@@ -318,7 +317,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make)
     assert not swarm(3, standing, held_step=5).joining
 
 
-def find_again(fleet: PeerFleet) -> None:
+def find_again(fleet: Fleet) -> None:
     """Rejoin. Its port may have been taken meanwhile, as a run's may, which tries again, too."""
     for _ in range(20):
         try:
@@ -336,10 +335,10 @@ def test_those_who_lost_each_other_meet_again_where_they_were(swarm: Make) -> No
     first.close_to_joiners("")
     second = swarm(1, first)
     second.join(LIMIT_S)
-    first.transport.step, before = 40, second.addresses
+    first.transport.step, before = 40, second.directory.listens_at()
     find_again(second)
     assert second.joining
-    assert second.addresses == before
+    assert second.directory.listens_at() == before
     assert second.join(LIMIT_S) == 40
     wait_for_members(first.transport, 2)
 

@@ -132,7 +132,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
         if joins and not settled and outcome.has_work_of(number):
             settled = True
             report("settled")
-        stop = transport.stop_step()
+        stop = transport.stop_step(diloco.steps, wanted=False)
         if stop is not None and diloco.steps >= stop:
             break
         trained.train()

@@ -100,7 +100,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     from diloco.plan import fragment_sizes
     from diloco.train import make_fragments, outline, replica_bytes, resolve
 
-    if asked.network.transport == "swarm" and asked.network.run is None:
+    if asked.network.elastic and asked.network.run is None:
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
     emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
     if options.parameters is not None:

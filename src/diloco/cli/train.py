@@ -50,7 +50,7 @@ from diloco.train import LAUNCHED, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
-    from diloco.train import Fleet, PeerFleet
+    from diloco.train import Fleet
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -236,7 +236,7 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
             if occupied:
                 raise _not_empty(folder)
             if role.kind == "peer":
-                return _train_peer(plan, folder)
+                return _train_peer(plan, role, folder)
             if role.kind == "launcher":
                 from diloco.train import launch
 
@@ -252,18 +252,19 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
     return code
 
 
-def _train_peer(plan: RunPlan, folder: Path) -> int:
+def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
-    from diloco.train import connect_peer
+    from diloco.train import NETWORKS
 
-    settings, fleets = plan.configuration, []
+    settings = plan.configuration
+    fleets: list[Fleet] = []
     join = join_command(settings, folder)
 
-    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
-        fleet = connect_peer(settings, own, facts)
+    def meet(facts: Mapping[str, str], own: Path) -> Fleet:
+        fleet = NETWORKS[settings.network.transport](settings, role, own, facts, None)
         fleets.append(fleet)
-        outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
-        addresses = " ".join(outside or fleet.addresses)
+        known = fleet.directory.listens_at()
+        addresses = " ".join([each for each in known if not each.startswith("/ip4/127.")] or known)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
         nowhere = "no other peer can join here without a forwarded port, or, after 3 minutes, a `diloco relay` (--join)"
         say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
@@ -285,14 +286,14 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     """Train as one of several ranks; ``quiet``: only rank 0 shows its progress; ``again``: as in `_claimed`."""
     import torch
 
-    from diloco.devices import choose_device, gpu_of_process
-    from diloco.train import begin_attempt, connect_cluster, connect_rank, held_step
+    from diloco.devices import gpu_of_process
+    from diloco.train import NETWORKS, begin_attempt
 
     settings, attempt = plan.configuration, None
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():
         device = gpu_of_process(role.index, shared=role.torchrun is None)
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
-    if settings.network.transport == "torch":
+    if role.rendezvous is None:  # torchrun has started all replicas
         base = settings.out or plan.source
         attempt = begin_attempt(role, settings.network.start_timeout_s, lambda: base or _claim_numbered(plan))
         if attempt.restarted:
@@ -303,19 +304,13 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
 
     def meet(facts: Mapping[str, str], own: Path) -> Fleet:
-        resume, home = settings.checkpoint.resume, own.parent if role.position else own
-        step = -1 if resume is None else held_step(home, role.replica, Path(resume))
-        device = choose_device(settings.train.device)
-        fleet: Fleet
-        if attempt:
-            fleet = connect_cluster(settings, role, attempt, facts, step, device)
-        else:
-            fleet = connect_rank(settings, role, facts, step, device)
+        fleet = NETWORKS[settings.network.transport](settings, role, own, facts, attempt)
         try:
             with fleet.group.all_or_none():
                 if occupied and not (fleet.joining or fleet.restarted):
                     raise _not_empty(folder)
-            fleet.accept_folder()
+            if attempt:
+                attempt.accept_folder(fleet)
         except BaseException:
             fleet.close()
             raise
@@ -354,7 +349,7 @@ def _train(
         name = f"{group}-replica-{role.replica}"
         if role.position:  # it reports what position 0 does
             monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
-    elif settings.network.transport == "swarm":
+    elif settings.network.elastic:
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)

@@ -232,8 +232,8 @@ def resume_command(configuration: Configuration, folder: Path, join: Sequence[st
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
     """
     values, usual = flatten(configuration), flatten(Configuration())
-    swarm = configuration.network.transport == "swarm"
-    own = [name for name in _PROCESS_KEYS if not (swarm and name == "network.join")]
+    elastic = configuration.network.elastic
+    own = [name for name in _PROCESS_KEYS if not (elastic and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}
     return command_text("train", flags={"--resume": folder} | _flags(kept))

@@ -202,7 +202,7 @@ class Fragment:
             digest=self.state.digest(),
             **buffers,
         )
-        if transport.averages_later and (ready is not None or self.device.type == "cuda"):
+        if transport.average_later and (ready is not None or self.device.type == "cuda"):
             pending = transport.average_later(contribution, ready, self.state.prepare)
         else:
             pending = transport.average(contribution)
@@ -224,7 +224,8 @@ class Fragment:
             self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
 
     def _may_fill(self, transport: Transport) -> bool:
-        return self._overlaps and transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
+        later = self._overlaps and transport.average_later is not None
+        return later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:
         """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.

@@ -1,5 +1,5 @@
 """The training loop. In the order of a run: ``settings``, ``description`` (what the run is), ``processes``,
-``connecting`` (of ``fleet`` and ``peer_fleet``), ``session`` (of ``replica``, ``inner`` and ``parallel``), ``joining``
+``connecting`` (of a ``fleet``), ``session`` (of ``replica``, ``inner`` and ``parallel``), ``joining``
 (where it begins and goes on after a loss), ``run``, ``state`` (checkpoints).
 """
 

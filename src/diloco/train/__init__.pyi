@@ -1,7 +1,5 @@
+from .connecting import NETWORKS as NETWORKS
 from .connecting import begin_attempt as begin_attempt
-from .connecting import connect_cluster as connect_cluster
-from .connecting import connect_peer as connect_peer
-from .connecting import connect_rank as connect_rank
 from .description import check_components as check_components
 from .description import describe as describe
 from .description import identity as identity
@@ -21,7 +19,6 @@ from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
-from .peer_fleet import PeerFleet as PeerFleet
 from .processes import LAUNCHED as LAUNCHED
 from .processes import Role as Role
 from .processes import StopAsked as StopAsked

@@ -6,21 +6,21 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 from torch.distributed.device_mesh import init_device_mesh
 
-from diloco.devices import choose_threads
+from diloco.devices import choose_device, choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
-from diloco.train.fleet import FOLDER, Attempt, ClusterFleet
-from diloco.train.joining import held_checkpoint
-from diloco.train.peer_fleet import PeerFleet
+from diloco.train.fleet import Fleet
+from diloco.train.joining import held_checkpoint, held_step
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
@@ -30,13 +30,16 @@ from diloco.transport import (
     Directory,
     NetworkSettings,
     NodePlace,
+    PeerStatus,
     Place,
     ReplicaGroup,
+    RollCall,
     SwarmPlace,
     fresh_store,
     multiaddress,
     open_cluster,
     open_replica_group,
+    parse_address,
     read_secret,
 )
 from diloco.units import diff, visible
@@ -46,18 +49,33 @@ _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
 
+_FOLDER = "diloco/folder"  # in the store of torchrun
 
-def connect_rank(
-    run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
-) -> PeerFleet:
-    """Connect to the other ranks of this replica and to the other replicas, with which ``facts`` are compared.
 
-    ``held_step`` is the newest step from which this rank could resume; -1 for none.
-    """
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks that one torchrun has started, for the first time or again."""
+
+    shared: Store  # torchrun's, which keeps its keys over restarts
+    store: Store  # without keys of earlier attempts
+    folder: Path  # the run folder
+    restarted: bool  # whether an earlier attempt has trained in that folder
+
+    def accept_folder(self, fleet: Fleet) -> None:
+        """Confirm that this rank can train in its folder."""
+        roll = fleet.roll
+        assert isinstance(roll, RollCall), "torchrun has started all ranks"
+        roll.meet("run folder", "", roll.silence_s)
+        if roll.rank == 0:  # later attempts continue in it
+            self.shared.set(_FOLDER, str(self.folder))
+
+
+def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], _: Attempt | None) -> Fleet:
+    """Connect to the other ranks of this replica and to the other replicas."""
     settings, group = run.network, ReplicaGroup(replica=role.replica)
     assert role.rendezvous is not None, "replicas over TCP meet somewhere"
     if settings.replica_size > 1:
-        group = _open_group(settings, role, device)
+        group = _open_group(settings, role, choose_device(run.train.device))
         _compare(group, facts)
     place = Place(
         replica=role.replica,
@@ -73,7 +91,10 @@ def connect_rank(
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    return PeerFleet(place, rules, held_step=held_step, group=group, replicas=settings.replicas)
+    fleet = Fleet.meet(place, rules, held_step=_held_step(run, role, folder), group=group)
+    hosts = {rank: parse_address(entry.address).host for rank, entry in fleet.directory.entries.items()}
+    choose_threads([*hosts.values()].count(hosts[place.rank]))
+    return fleet
 
 
 def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
@@ -87,19 +108,20 @@ def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> At
     shared = TCPStore(torchrun.master.host, torchrun.master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
     store = fresh_store(PrefixStore("diloco", shared), torchrun.rank, torchrun.world_size, timeout_s)
     if role.is_first:
-        restarted = shared.check([FOLDER])
-        folder = shared.get(FOLDER).decode() if restarted else str(claim())
+        restarted = shared.check([_FOLDER])
+        folder = shared.get(_FOLDER).decode() if restarted else str(claim())
         store.set("beginning", json.dumps([folder, restarted]))
     folder, restarted = json.loads(store.get("beginning"))
     return Attempt(shared, store, Path(folder), restarted)
 
 
-def connect_cluster(
-    run: RunSettings, role: Role, attempt: Attempt, facts: Mapping[str, str], held_step: int, device: torch.device
-) -> ClusterFleet:
-    """Connect all ranks that torchrun has started: M replicas of S ranks. For the arguments see `connect_rank`."""
-    settings, torchrun = run.network, role.torchrun
+def _in_process_groups(
+    run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], attempt: Attempt | None
+) -> Fleet:
+    """Connect all ranks that torchrun has started: M replicas of S ranks."""
+    settings, torchrun, device = run.network, role.torchrun, choose_device(run.train.device)
     assert torchrun is not None, "torchrun has started this process"
+    assert attempt is not None, "begin_attempt has been called"
     timeout = timedelta(seconds=settings.round_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -109,7 +131,7 @@ def connect_cluster(
     shape = (settings.replicas, settings.replica_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
     group = ReplicaGroup(mesh.get_group("shard") if settings.replica_size > 1 else None, replica=role.replica)
-    cluster = open_cluster(
+    transport, roll = open_cluster(
         mesh.get_group("replica"),
         whole=run.train.parallelism != "fsdp",
         silence_s=settings.silence,
@@ -118,16 +140,18 @@ def connect_cluster(
     )
     try:
         _compare(group, facts)
-        cluster.endpoint.agree(facts)
-        held = [int(step) for step in cluster.roll.meet("checkpoints", str(held_step), settings.start_timeout_s)]
+        transport.agree(facts)
+        mine = str(_held_step(run, role, folder))
+        steps = dict(enumerate(map(int, roll.meet("checkpoints", mine, settings.start_timeout_s))))
     except BaseException as error:
-        cluster.close(str(error))
+        roll.close(str(error))
+        transport.close()
         raise
-    return ClusterFleet(cluster, group, held, attempt)
+    return Fleet([transport], group=group, roll=roll, held_steps=steps, restarted=attempt.restarted)
 
 
-def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
-    """Join the swarm of ``run``, or found it; all must agree on ``facts``, and ``folder`` holds the private key."""
+def _in_swarm(run: RunSettings, _: Role, folder: Path, facts: Mapping[str, str], __: Attempt | None) -> Fleet:
+    """Join the swarm of the run, or found it; ``folder`` holds the private key."""
     network, (held_step, held_replica, held_swarm) = run.network, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(network.secret_file, "network.secret_file")
     host, ports = network.listen_at
@@ -145,6 +169,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         held_swarm=held_swarm,
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held_step < 0 else _RESUMED_WINDOW_S,
+        status=PeerStatus(run.train.batch_size * run.train.sequence_length),
     )
     rules = Rules(
         **_time_outs(network, facts),
@@ -153,14 +178,13 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    fleet = PeerFleet(
+    fleet = Fleet.meet(
         place,
         rules,
         held_step=held_step,
         replicas=network.replicas,
         margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
-        batch_tokens=run.train.batch_size * run.train.sequence_length,
     )
     fleet.notes = _use_of(held_step, fleet.directory, place)
     return fleet
@@ -180,6 +204,20 @@ def _use_of(held_step: int, directory: Directory, place: SwarmPlace) -> tuple[st
         f"It adopts the state of the others, which are at step {directory.step}. Its own checkpoint of step "
         f"{held_step} is not used: {lost}.",
     )
+
+
+NETWORKS: Mapping[str, Callable[[RunSettings, Role, Path, Mapping[str, str], Attempt | None], Fleet]] = {
+    "torch": _in_process_groups,
+    "tcp": _over_tcp,
+    "swarm": _in_swarm,
+}
+"""Functions by ``--transport`` that connect this process to the others: from the settings, its role, the run folder of
+its rank, what must be the same on all ranks, and what torchrun has started, if it has started all replicas."""
+
+
+def _held_step(run: RunSettings, role: Role, folder: Path) -> int:
+    resume, home = run.checkpoint.resume, folder.parent if role.position else folder
+    return -1 if resume is None else held_step(home, role.replica, Path(resume))
 
 
 def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
     """
     train, network = settings.train, settings.network
     replicas = f"{network.replicas} of {network.replica_size} ranks"
-    if network.transport == "swarm":
+    if network.elastic:
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):

@@ -1,175 +1,379 @@
-"""The replicas of this process and their connection to the others: all in one process, or one rank of one replica."""
+"""The replicas that train in this process and their connection to the others, which may come and go."""
 
 from __future__ import annotations
 
+import logging
+import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs lack it
 
-from diloco.data import Assignment
-from diloco.errors import TransportError
-from diloco.events import Event
-from diloco.transport import Cluster, InProcessTransport, ReplicaGroup, Transport
+from diloco.data import Assignment, Shares, as_message, read_message
+from diloco.errors import RendezvousError, ReplicaLostError, TransportError
+from diloco.membership import LastViews, NextView, Ranks, View, refusal
+from diloco.protocol import Rules, WireMessage, decode, encode
+from diloco.transport import (
+    Directory,
+    Lost,
+    MeetingPlace,
+    ReplicaGroup,
+    RollCall,
+    Transport,
+    connect,
+    join,
+)
+from diloco.waiting import waiting_for
 
-FOLDER = "diloco/folder"  # in the store of torchrun
+_ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
+
+
+class WelcomeNote(WireMessage):
+    """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
+
+    gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
+    begun: bool = False  # whether training has begun
+    shares: Shares | None = None  # who draws which data, in a run whose replicas join and leave
 
 
 class Fleet:
-    """The replicas of a run that all train in this process. Its subclasses replace what several processes need."""
+    """All replicas of a run whose members are fixed, if they train in this process, or one rank of one replica.
+
+    `meet` returns the fleet of a rank that finds the others, may lose them, and finds them again.
+
+    Args:
+        transports: those of the local replicas.
+        group: the ranks of the local replica; None: this rank alone.
+        roll: what all ranks know of each other; None: what the transport knows.
+        held_steps: the newest step from which each rank could resume, -1 for none; empty if they need not agree.
+        restarted: whether a launcher has started all processes again.
+    """
 
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
     joining: bool = False  # whether the others were already training when this process joined or rejoined
-    restarted: bool = False  # whether a launcher has started all processes again
-    group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
+    gathering: bool = False  # whether a view founded after a loss still has too few members
+    begun: bool = True  # whether there have been enough replicas to start training
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
-    hub: InProcessTransport | None = None  # the transport of all replicas, if they train in this process
-    transport: Transport  # of the first local replica
+    left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
 
-    def __init__(self, hub: InProcessTransport) -> None:
-        self.hub, self.transport = hub, hub.endpoint(0)
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        *,
+        group: ReplicaGroup | None = None,
+        roll: RollCall | None = None,
+        held_steps: Mapping[int, int] | None = None,
+        restarted: bool = False,
+    ) -> None:
+        self.transports = transports
+        self.group = group or ReplicaGroup()
+        self.held_steps, self.restarted = held_steps or {}, restarted
+        self._roll = roll
+        self.place = MeetingPlace()  # where this rank meets the others
+        self._directory: Directory | None = None
+        self._replicas, self._margin, self._batch_size = 1, 0, 1
+        self._changed = threading.Condition()
+        self._news: list[NextView] = []
+        self._lost_view: View | None = None
+        self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
+        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
+        self._searching = False  # whether it has lost its view and not found the others again
+        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
+        self.shares = Shares.of((0,))  # who draws which data, in an elastic run
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._leaving: threading.Timer | None = None
+
+    @classmethod
+    def meet(
+        cls,
+        place: MeetingPlace,
+        rules: Rules,
+        *,
+        held_step: int = -1,
+        group: ReplicaGroup | None = None,
+        replicas: int = 1,
+        margin: int = 0,
+        batch_size: int = 1,
+    ) -> Fleet:
+        """Connect to the other replicas. Each rank communicates with those that hold the same shard.
+
+        Args:
+            place: this rank, and where it meets the others.
+            rules: the rules of the run.
+            held_step: the newest step from which this rank could resume; -1 for none.
+            group: the ranks of the replica; None: this rank alone.
+            replicas: the number of replicas with which training starts, if they join and leave.
+            margin: likewise the number of inner steps within which every member has to wait for a round.
+            batch_size: likewise sequences per batch of a replica (B).
+        """
+        directory = connect(place, rules, held_step=held_step, closed="it is starting" if place.elastic else "")
+        steps = {} if place.elastic else {rank: entry.held_step for rank, entry in directory.entries.items()}
+        fleet = cls([directory.transport], group=group, held_steps=steps)
+        fleet.elastic, fleet.rejoins, fleet.begun = place.elastic, not rules.together, not place.elastic
+        fleet.place, fleet._replicas, fleet._margin, fleet._batch_size = place, replicas, margin, batch_size
+        fleet._enter(directory)
+        return fleet
+
+    def _enter(self, directory: Directory) -> None:
+        self._directory, self.transports, self.joining = directory, [directory.transport], directory.joining
+        directory.transport.on_change = lambda following: encode(self._follow(following))
+        if self.elastic and not self.joining:
+            self._share(Shares.of(self.local), 1)
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of the first local replica."""
+        return self.transports[0]
+
+    @property
+    def directory(self) -> Directory:
+        """What knows who the members are, for a fleet that has met them."""
+        assert self._directory is not None, "its members are fixed"
+        return self._directory
 
     @property
     def local(self) -> tuple[int, ...]:
         """The numbers of the replicas that train in this process."""
-        return self.hub.view.members if self.hub else (self.transport.replica,)
+        return tuple(transport.replica for transport in self.transports)
 
     @property
     def num_members(self) -> int:
         """The number of replicas that train, in all processes."""
         return len(self.transport.view.members)
 
-    def endpoint(self, replica: int) -> Transport:
-        """Return the transport of a local replica."""
-        return self.hub.endpoint(replica) if self.hub else self.transport
-
     def leads(self) -> bool:
         """Return whether this process evaluates and reports for all replicas. Call it on all ranks of a replica."""
         return bool(self.group.share(self.local[0] == self.transport.view.members[0]))
 
+    @property
+    def roll(self) -> RollCall | Transport:
+        """What knows whether the others are there, and when all stop."""
+        return self._roll or self.transport
+
     def failure(self) -> TransportError | None:
         """Return why the replicas can't continue together, or None. Call it on all ranks of a replica."""
-        return None
-
-    def take_assignments(self) -> tuple[Assignment, ...]:
-        """Return the new data assignments since the last call, which follow when replicas join or leave."""
-        return ()
-
-    def publish(self, event: Event) -> None:
-        """Publish an event for the status page."""
-
-    def details(self) -> dict[str, str]:
-        """Return facts about the connection to the other replicas, by name."""
-        return {}
-
-    def names(self) -> dict[str, str]:
-        """Return the names of the replicas that have one, by number; no two are the same."""
-        return {}
-
-    def close_to_joiners(self, reason: str) -> None:
-        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
-
-    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
-        """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
-
-    def stop_soon(self) -> None:
-        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for."""
-
-    def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """Return the step after which all replicas stop, or None; ``wanted``: whether this process wants to stop."""
-        return step if wanted else None
-
-    def finish(self, *, done: bool) -> None:
-        """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
-
-    def close(self) -> None:
-        """Disconnect at once."""
-
-    def accept_folder(self) -> None:
-        """Confirm that this rank can train in its run folder."""
-
-    def held_steps(self) -> dict[int, int]:
-        """Return the newest step from which each rank could resume; -1 for none. Empty if all replicas are here."""
-        return {}
+        if self._roll is not None or self.group.size == 1:
+            return self.roll.failure
+        reasons = self.group.gather_texts(str(self.transport.failure or ""))
+        return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
     def explained(self, error: Exception) -> Exception:
         """Return the error to raise for one that training has raised, which may be that of another rank."""
-        return error
+        return error if self._roll is None else self._roll.explained(error)
+
+    def close_to_joiners(self, reason: str) -> None:
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
+        if self._directory is not None:
+            self._directory.transport.views.closed_to_joiners = reason
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
-        return self.hub.state_dict() if self.hub else {}
+        with self._changed:
+            state = self.transport.state_dict()
+            if self.elastic:
+                state |= {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.directory.swarm}
+            return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        if self.hub:
-            self.hub.load_state_dict(state)
+        """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
+        self.transport.load_state_dict(state)
+        if self.elastic:
+            with self._changed:
+                continued = read_message(state["shares"], Shares).following(
+                    self.directory.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
+                )
+                self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
 
+    # Between two steps.
 
-@dataclass(frozen=True)
-class Attempt:
-    """The ranks that one torchrun has started, for the first time or again."""
+    def take_news(self) -> tuple[NextView, ...]:
+        """Return the views adopted since the last call."""
+        with self._changed:
+            taken, self._news = self._news, []
+            return tuple(taken)
 
-    shared: Store  # torchrun's, which keeps its keys over restarts
-    store: Store  # without keys of earlier attempts
-    folder: Path  # the run folder
-    restarted: bool  # whether an earlier attempt has trained in that folder
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        """Return the new data assignments since the last call, which follow when replicas join or leave."""
+        with self._changed:
+            taken = tuple(each for each in self._assignments if each not in self._taken)
+            self._taken = self._assignments
+            return taken
 
+    def details(self) -> dict[str, str]:
+        """Return facts about the connection to the other replicas, by name."""
+        return self._directory.details() if self._directory else {}
 
-class ClusterFleet(Fleet):
-    """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
+    # The beginning and the end.
 
-    Args:
-        cluster: the connection to all ranks, which torch.distributed holds.
-        group: the ranks of the replica.
-        held: the newest step from which each rank could resume.
-        attempt: what torchrun has started.
-    """
+    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
+        """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
+        if self.begun:
+            return
+        self.close_to_joiners("")
+        with waiting_for(self._missing), self._changed:
+            while not self.begun and not stopped() and self.transport.failure is None:
+                self._changed.wait(0.2)
 
-    def __init__(self, cluster: Cluster, group: ReplicaGroup, held: Sequence[int], attempt: Attempt) -> None:
-        self.cluster, self.transport, self.group, self.restarted = cluster, cluster.endpoint, group, attempt.restarted
-        self._held, self._attempt = held, attempt
+    def _missing(self) -> str:
+        start = self._replicas
+        more = start - self.num_members
+        return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
 
-    def failure(self) -> TransportError | None:
-        return self.cluster.roll.failure
+    def stop_soon(self) -> None:
+        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
 
-    def accept_folder(self) -> None:
-        roll = self.cluster.roll
-        roll.meet("run folder", "", roll.silence_s)
-        if roll.rank == 0:  # later attempts continue in it
-            self._attempt.shared.set(FOLDER, str(self._attempt.folder))
+        Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
+        """
+        if self.elastic:
+            self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.directory.transport.leave_at_once())
+            self._leaving.daemon = True
+            self._leaving.start()
+        else:
+            self.roll.ask_to_stop()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        if wanted:
-            self.cluster.roll.ask_to_stop()
-        return self.cluster.roll.stop_step(step)
-
-    def held_steps(self) -> dict[int, int]:
-        return dict(enumerate(self._held))
-
-    def explained(self, error: Exception) -> Exception:
-        return self.cluster.roll.explained(error)
+        """Return the step after which all replicas stop, or None; ``wanted``: whether this process wants to stop."""
+        if self.elastic:  # each replica stops on its own, and the others continue
+            return step if wanted else None
+        return self.roll.stop_step(step, wanted=wanted)
 
     def finish(self, *, done: bool) -> None:
-        self.cluster.roll.finish()
+        """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
+        if done and self._directory is not None:
+            try:
+                self._directory.finish()
+            except Exception:  # errors of the DHT have no common base class
+                logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
+        if not self.elastic:
+            self.roll.finish()
+        if self._directory is not None:
+            self.close()
 
     def close(self) -> None:
+        """Disconnect; leave a swarm explicitly, so that the others do not have to detect the loss of this replica."""
         error = sys.exception()
-        self.cluster.close("" if error is None else str(error) or repr(error))
+        self._stop_listening()
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if self.elastic:
+            self.left_at = self.directory.others()
+            self.directory.transport.leave()
+        if self._roll is not None:
+            self._roll.close("" if error is None else str(error) or repr(error))
+        self.transport.close()
         self.group.close()
         # if a rank is missing, NCCL would wait for it; if there is one replica, its group was that of all ranks
-        if self.failure() is None and dist.is_initialized():
+        if self._roll is not None and self._roll.failure is None and dist.is_initialized():
             dist.destroy_process_group()
 
-    def state_dict(self) -> dict[str, Any]:
-        transport = self.cluster.transport or self.transport
-        return {"traffic": [transport.sent_bytes, transport.received_bytes]}
+    # Joining and rejoining, where the others may be lost.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        transport = self.cluster.transport or self.transport
-        transport.sent_bytes, transport.received_bytes = map(int, state["traffic"])
+    def join(self, timeout_s: float) -> int:
+        """Become a member of a running run and return the number of inner steps done."""
+        step = join(self.directory, timeout_s)
+        self.joining = False
+        try:
+            note = decode(self.directory.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
+            if self.elastic and note.shares is None:
+                raise ValueError("it does not say who draws which data")
+        except ValueError as error:
+            raise RendezvousError(
+                f"The welcome note from the members can't be read: {error}. This replica does not take part."
+            ) from error
+        with self._changed:
+            if note.gathers:
+                self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
+            if self.elastic and note.shares is not None:
+                self.begun, self._taken = note.begun, ()
+                self._share(note.shares, self.num_members)
+        return step
+
+    def rejoin(self, patience_s: float) -> None:
+        """Find the other replicas after losing them, or found another view for the replicas that also search.
+
+        After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
+        """
+        lost, state = self.directory.transport, self.state_dict()
+        self._identities |= lost.connections.identities
+        last = lost.views.last_view
+        if self._views is None or (last and not self._searching):  # else what it promised earlier still holds
+            last = last or self._lost_view
+            assert last is not None, "only a member can lose the others"
+            if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
+                last = replace(self._lost_view, id=last.id)
+            self._lost_view, self.gathering = last, False
+            self._views = LastViews(last, lost.views.agreed_view, identities=dict(self._identities))
+        self._searching, self._listening = True, self._listening or lost.connections.streams.keep()
+        lost.close()
+        listening = self._listening and self._listening.dup()
+        again = Lost(self.directory, self._views, patience_s, listening)
+        self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
+        self._stop_listening()
+        self._searching = False
+        self.gathering = not self.joining
+        self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
+        if not self.joining:
+            self.load_state_dict(state)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait in a founded view until the replicas outside it are too few to continue from the lost view."""
+        if not self.gathering:
+            return
+        last = self._lost_view
+        assert last is not None, "the others were lost"
+        with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
+            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.transport.failure, timeout_s)
+        if not self._enough(self.transport.view):
+            names = self.transport.names()
+            missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
+            raise RendezvousError(
+                f"Too few of {len(last.members)} replicas rejoined; missing: "
+                f"{', '.join(names.get(each, each) for each in missing)}. They may be training without this one, which "
+                "takes no step until more have rejoined. Start the missing replicas."
+            )
+        self.gathering = False
+
+    def _enough(self, view: View) -> bool:
+        """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
+        last, policy = self._lost_view, self.directory.transport.rules.policy
+        return last is None or not refusal(last, {*last.members} - {*view.members}, policy)
+
+    # View changes, in the control thread.
+
+    def _follow(self, following: NextView) -> WelcomeNote:
+        """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
+        view = following.view
+        with self._changed:
+            if self.elastic:
+                shares = self.shares.following(
+                    following.from_step - 1,
+                    view.members,
+                    joined=following.joined,
+                    margin=self._margin if self.begun else 0,  # no replica trains before the run begins
+                    batch_size=self._batch_size,
+                )
+                self._share(shares, len(view.members))
+            self._news.append(replace(following, reason=self.directory.transport.reason))
+            lacks = self.gathering and not self._enough(view)
+            self._changed.notify_all()
+            gathers = self._lost_view.members if lacks and self._lost_view else ()
+            return WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
+
+    def _share(self, shares: Shares, members: int = 0) -> None:
+        """Divide the data as ``shares`` say; training begins once there are enough members."""
+        self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
+        if members and self.elastic:
+            self.begun = self.begun or members >= self._replicas
+            if not self.joining:
+                self.place.note(state="training" if self.begun else "waiting for replicas")

@@ -11,7 +11,7 @@ from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
-from diloco.train.peer_fleet import PeerFleet
+from diloco.train.fleet import Fleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
@@ -25,7 +25,7 @@ _RETRY_S = 1.0
 OVER = "the others, which have finished"  # what stops a replica that rejoins a run which has ended
 
 
-def _join_run(session: Session, fleet: PeerFleet) -> None:
+def _join_run(session: Session, fleet: Fleet) -> None:
     """Adopt what the other replicas have while they keep training, and become a member with a fresh inner optimizer."""
     (replica,) = session.replicas
     fleet.close_to_joiners("")
@@ -39,17 +39,18 @@ def _join_run(session: Session, fleet: PeerFleet) -> None:
     _become_member(session, replica, fleet)
 
 
-def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+def _adopt_state(session: Session, replica: Replica, fleet: Fleet) -> None:
     """Adopt the state of the others. Wait while they are connected but have none yet, because they have just started or
     still average gradients at every step."""
-    diloco, why = session.begin_diloco(replica), ""
+    diloco, why, transport = session.begin_diloco(replica), "", fleet.directory.transport
     with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", math.inf):
         while True:
             try:
                 return diloco.take_over(fleet.transport.view.members)
             except TransportError as error:
                 why = str(error).partition(". ")[0]
-                if fleet.sees_nobody():
+                connected = {*map(transport.rules.replica_of, transport.connections.connected)}
+                if connected <= {transport.replica}:
                     raise
             time.sleep(_RETRY_S)
 
@@ -60,7 +61,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     A replica that was asked to stop does not search for the others, nor does one that ends with the loss.
     """
     step, fleet = session.totals.steps, session.fleet
-    if not isinstance(fleet, PeerFleet) or not fleet.rejoins:
+    if not fleet.rejoins:
         return
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
@@ -75,7 +76,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
                 left=tuple(sorted(left)),
                 lost=tuple(sorted(left.difference(news.left))),
                 reason=news.reason,
-                names=fleet.names(),
+                names=fleet.transport.names(),
             )
         )
     failure = fleet.failure()
@@ -109,10 +110,10 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
-def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
+def _rejoin(session: Session, fleet: Fleet, stop: StopRequest) -> None:
     """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
-    If all replicas have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits.
+    If all replicas have lost each other, one of them founds another view instead, in which `Fleet.gather` waits.
     During the shared start there is no state to adopt yet: a replica that finds the others waits for its end, and a
     replica that founds a view ends it. After a `TransportError` the call may be repeated.
     """
@@ -122,9 +123,9 @@ def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
         replica.diloco.drain(take_over=False)
     with stop.interrupting():
         fleet.rejoin(math.inf)
-    replica.gradients.transport = fleet.endpoint(replica.number)
+    replica.gradients.transport = fleet.transport
     if replica.diloco is not None:
-        replica.diloco.change_transport(fleet.endpoint(replica.number))
+        replica.diloco.change_transport(fleet.transport)
     if not fleet.joining:  # it has founded a view, which the others may join
         if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
             session.end_shared_start()
@@ -144,7 +145,7 @@ def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
     _become_member(session, replica, fleet)
 
 
-def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
     totals, timeout_s = session.totals, session.settings.network.join_timeout_s
     before = totals.steps
     with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
@@ -163,14 +164,13 @@ def find_beginning(session: Session, home: Path) -> str | None:
     ``home`` is the run folder of the replicas. Return what the run continues from, for the log; None: from step 0.
     """
     fleet = session.fleet
-    if isinstance(fleet, PeerFleet) and fleet.joining:
+    if fleet.joining:
         _join_run(session, fleet)
         return "the other replicas"
     if session.settings.checkpoint.resume is None:
         return None
     path = Path(session.settings.checkpoint.resume)
-    if fleet.hub is None and not fleet.elastic:
-        steps = fleet.held_steps()
+    if steps := fleet.held_steps:
         if fleet.restarted and min(steps.values()) < 0:  # not all had saved, so all begin again
             return None
         if lacking := ", ".join(str(rank) for rank, step in steps.items() if step < 0):

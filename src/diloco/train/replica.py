@@ -34,8 +34,8 @@ from diloco.events import Event, Note
 from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
+from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop
-from diloco.train.peer_fleet import PeerFleet
 from diloco.transport import Pending, ReplicaGroup, Transport
 
 _ATTEMPTS = -LEAST_FRAGMENT
@@ -227,7 +227,7 @@ class DynamicSteps:
     rounds and data continue as on every other replica.
     """
 
-    def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
+    def __init__(self, replica: int, inner_steps: int, others: Fleet) -> None:
         self._replica = replica
         self._inner_steps = inner_steps
         self._others = others
@@ -259,12 +259,12 @@ class DynamicSteps:
             return
         if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
             self._announced = step, view
-            self._others.transport.announce_speed(speed)
-            self._others.note(pace=self.fraction)
+            self._others.directory.transport.announce_speed(speed)
+            self._others.place.note(pace=self.fraction)
 
     def steps_of(self, replica: int) -> int:
         """Return how many of H scheduled steps a member trains, as far as this replica knows."""
-        known = dict(self._others.transport.speeds())
+        known = dict(self._others.directory.transport.speeds())
         if (mine := self._rate.steps_per_s) is not None:
             known[self._replica] = mine
         return steps_to_train(replica, known, self._inner_steps)

@@ -79,13 +79,13 @@ def run_training(
         check_buffers(weightless, {})
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
-    fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
+    fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings).endpoints)
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
 
     def emit(event: Event) -> None:
         sink.handle(event)
-        fleet.publish(event)
+        fleet.place.publish(event)
 
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, mine)
@@ -232,7 +232,7 @@ class _Run:
                 data_parallel_bytes_per_step=data_parallel_bytes(model.num_trained(), settings.network.replicas, 1),
                 facts={**facts, "run folder": str(self.folder)},
                 details=details,
-                names=session.fleet.names(),
+                names=session.fleet.transport.names(),
                 best_heldout_loss=session.totals.best_heldout_loss,
                 rounds_committed=first.rounds_committed if first else 0,
                 rounds_void=first.rounds_void if first else 0,

@@ -22,11 +22,11 @@ from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
-from diloco.train.peer_fleet import PeerFleet
 from diloco.train.replica import DynamicSteps, GradientAverager, RandomState, Replica, average_gradients
 from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
+from diloco.transport import Transport
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Session:
         self.identity = identity or {}
         self.totals = Totals()
         self.replicas: list[Replica] = []
-        for number in fleet.local:
-            self.replicas.append(self._make_replica(number, initial))
+        for transport in fleet.transports:
+            self.replicas.append(self._make_replica(transport, initial))
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
-        if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
+        if settings.network.straggler == "dynamic":
             self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
         self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
@@ -177,7 +177,7 @@ class Session:
             replica.diloco = DiLoCo(
                 replica.model,
                 replica.inner.optimizer,
-                transport=self.fleet.endpoint(replica.number),
+                transport=replica.gradients.transport,
                 **outer_arguments(self.settings, replica.model),
                 global_device="cpu" if on_host else None,
                 on_event=self._emit,
@@ -231,17 +231,16 @@ class Session:
 
         On emulated links the times are virtual; else they are those of this process, with encoding and merging.
         """
-        network = self.fleet.hub.network if self.fleet.hub else None
-        if network is not None:
+        if (network := self.fleet.transport.network) is not None:
             return sum(map(network.compute_utilization, self.fleet.local)) / len(self.replicas)
         total_s = self.totals.compute_s + self.totals.exchange_s
         return self.totals.compute_s / total_s if total_s else 1.0
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far, each the mean over the replicas of this process."""
-        endpoints = [self.fleet.endpoint(number) for number in self.fleet.local]
-        sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
-        return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
+        transports = self.fleet.transports
+        sent = sum(each.sent_bytes for each in transports) // len(transports)
+        return sent, sum(each.received_bytes for each in transports) // len(transports)
 
     def _train(self, step: int) -> float:
         """Train inner step ``step`` on every replica and return the seconds spent averaging gradients."""
@@ -295,7 +294,7 @@ class Session:
         replica.gradients.begin(step, replica.inner.counted)
         return time.perf_counter() - started_s
 
-    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
+    def _make_replica(self, transport: Transport, initial: Mapping[str, Tensor] | None) -> Replica:
         settings, inner = self.settings, self.replicas[0].inner if self.replicas else None
         # while gradients are averaged, one model and optimizer serve all, unless batches or a loss scale differ in them
         if not inner or not self.averages_gradients or persistent_buffers(inner.model) or inner.scaler.is_enabled():
@@ -304,12 +303,12 @@ class Session:
             sequence_length=settings.train.sequence_length,
             batch_size=settings.train.batch_size,
             seed=settings.seed,
-            replica=number,
+            replica=transport.replica,
             num_replicas=None if self.fleet.elastic else settings.network.replicas,
         )
         codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(inner.model, self.fleet.endpoint(number), codec, self.fleet.group)
-        return Replica(number, inner, batches, RandomState(settings.seed, number), gradients)
+        gradients = GradientAverager(inner.model, transport, codec, self.fleet.group)
+        return Replica(transport.replica, inner, batches, RandomState(settings.seed, transport.replica), gradients)
 
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group

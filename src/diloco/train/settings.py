@@ -348,7 +348,7 @@ def _check_together(settings: RunSettings) -> None:
         "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
         "Use --train.parallelism fsdp, or --transport torch.",
     )
-    if network.transport == "swarm":
+    if network.elastic:
         _refuse_if(
             network.run is None,
             "network.transport='swarm' needs the name of the run. Use --run NAME, the same for all peers of the run.",

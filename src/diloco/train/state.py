@@ -154,7 +154,7 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         parts[f"{name}-values"] = state.values()
         if group.position < replica.inner.parallel.num_shards:  # else position 0 saves the same
             own[f"{name}-own"] = {"state": state.rest(), "random": replica.random_state.state_dict()}
-    alone = session.fleet.hub is not None or session.fleet.elastic or session.settings.network.replicas == 1
+    alone = session.fleet.elastic or len(session.replicas) == session.settings.network.replicas
     agreed = None if alone else session.agreed_step  # those that resume together need a step which all have saved
     about = _about(session)
     writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
@@ -227,7 +227,7 @@ def _checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
 
 def _transport_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
     """Return the state for the session's fleet, of whichever kind the fleet was that saved it."""
-    together, saved_together = session.fleet.hub is not None, "decided" in state
+    together, saved_together = ("decided" in each for each in (session.fleet.state_dict(), state))
     if together and not saved_together:
         return {"traffic": [each.load("run")["transport"]["traffic"] for each in saved.values()], "network": None}
     if saved_together and not together:

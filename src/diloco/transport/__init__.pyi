@@ -3,7 +3,6 @@ from .address import parse_address as parse_address
 from .address import parse_listen as parse_listen
 from .base import Pending as Pending
 from .base import Transport as Transport
-from .cluster import Cluster as Cluster
 from .cluster import connect_process_group as connect_process_group
 from .cluster import open_cluster as open_cluster
 from .connections.connection_manager import ConnectionManager as ConnectionManager
@@ -14,6 +13,7 @@ from .in_process import InProcessTransport as InProcessTransport
 from .links import Link as Link
 from .links import Links as Links
 from .links import VirtualNetwork as VirtualNetwork
+from .peers.connect import MeetingPlace as MeetingPlace
 from .peers.connect import connect as connect
 from .peers.connect import join as join
 from .peers.directory import Directory as Directory

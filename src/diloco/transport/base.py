@@ -4,6 +4,8 @@ The interface is not ``all_reduce(tensor)``, because quantised bytes can't be su
 a collective.
 """
 
+# ruff: noqa: B027 - methods that do nothing by default
+
 from __future__ import annotations
 
 import abc
@@ -16,6 +18,7 @@ from diloco.algorithm import Contribution
 from diloco.errors import TransportError
 from diloco.membership import View
 from diloco.protocol import Average
+from diloco.transport.links import VirtualNetwork
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,14 @@ class Transport(abc.ABC):
         view: the members that take part in the next round.
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
-        averages_later: whether it has `average_later`.
         ranks_per_replica: the number of ranks that shard a replica's model; 0: not known.
+        network: the emulated links on a virtual clock; None: links are real, or infinitely fast.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
     replica: int
     view: View
-    averages_later: bool = False
+    network: VirtualNetwork | None = None
     shared_by_ranks: bool = False
     ranks_per_replica: int = 0
     sent_bytes: int = 0
@@ -71,16 +74,12 @@ class Transport(abc.ABC):
         `RoundVoidError`.
         """
 
-    def average_later(
-        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None]
-    ) -> Pending:
-        """Submit a contribution whose payload a thread still fills, and return at once.
+    average_later: Callable[[Contribution, Future[Any] | None, Callable[[Average], None]], Pending] | None = None
+    """Does as `average` for a payload that a thread still fills, where a transport can send it later.
 
-        Args:
-            ready: done once the payload is filled, or None; if it fails, nothing is sent.
-            on_commit: called as soon as there is an average, in another thread.
-        """
-        raise NotImplementedError
+    The future is done once the payload is filled, or None; if it fails, nothing is sent. The function is called as soon
+    as there is an average, in another thread.
+    """
 
     def check(self, contribution: Contribution, *, again: bool) -> None:
         """Raise `TransportError` for another replica's contribution, and for a second one to a round."""
@@ -124,7 +123,7 @@ class Transport(abc.ABC):
         """Return what `RoundCommitted.peers` says; nothing if this transport does not count it."""
         return {}
 
-    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - a transport without other replicas always agrees
+    def agree(self, facts: Mapping[str, str]) -> None:
         """Compare with the other replicas what must be the same on all of them, before the first contribution.
 
         The call waits for the facts of all members. If two replicas differ, it raises on every one of them. A late
@@ -138,9 +137,46 @@ class Transport(abc.ABC):
             RendezvousError: if a member sends no facts within the round timeout; the error names it.
         """
 
-    def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
+    def tick(self) -> None:
         """Record that this replica has finished an inner step, which advances a virtual clock.
 
         `DiLoCo` calls this once per step, so a training loop that uses `DiLoCo` must not. After an extra call, late
         joiners would begin one step too late and could miss a round for which the others then wait.
         """
+
+    # What a run asks of it. The defaults are right where all replicas train in one process.
+
+    @property
+    def failure(self) -> TransportError | None:
+        """Why this replica takes part in no more rounds, or None if it does."""
+        return None
+
+    def names(self) -> Mapping[str, str]:
+        """Return the names of the replicas that have one, by number; no two are the same."""
+        return {}
+
+    def ask_to_stop(self) -> None:
+        """Ask all replicas to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Return the step after which all replicas stop, or None.
+
+        Args:
+            step: the number of inner steps done.
+            wanted: whether this process wants to stop.
+        """
+        return step if wanted else None
+
+    def finish(self) -> None:
+        """Wait until the others have finished too."""
+
+    def close(self) -> None:
+        """Disconnect at once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the connection for a checkpoint. Who submitted the contributions in flight saves them."""
+        return {"traffic": [self.sent_bytes, self.received_bytes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.sent_bytes, self.received_bytes = map(int, state["traffic"])

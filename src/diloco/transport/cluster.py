@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -21,31 +20,17 @@ from diloco.transport.process_group import ProcessGroupTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.roll_call import RollCall, fresh_store
 
-__all__ = ["Cluster", "connect_process_group", "open_cluster"]
+__all__ = ["connect_process_group", "open_cluster"]
 
 _CONNECTIONS = itertools.count()
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """This rank's place among all ranks of torch.distributed, and its transport to the other replicas."""
-
-    roll: RollCall
-    replica: int
-    transport: ProcessGroupTransport | None  # None on a rank for which position 0 communicates
-    endpoint: Transport  # what `DiLoCo` uses
-
-    def close(self, failed: str = "") -> None:
-        """End all threads. The other ranks end too, unless all have finished."""
-        self.roll.close(failed)
-        if self.transport is not None:
-            self.transport.close()
-
-
 def open_cluster(
     peers: dist.ProcessGroup, *, whole: bool, silence_s: float, timeout_s: float, group: ReplicaGroup | None = None
-) -> Cluster:
-    """Connect the ranks of torch.distributed as replicas. All of them must call it.
+) -> tuple[Transport, RollCall]:
+    """Connect the ranks of torch.distributed as replicas, and return this rank's transport and roll call.
+
+    All of them must call it. Close both in the end, the roll call first.
 
     Args:
         peers: the ranks at the position of this one, one of each replica.
@@ -83,11 +68,10 @@ def open_cluster(
             transport = ProcessGroupTransport(
                 groups[columns[position]], everyone, ranks, roll, talking, timeout_s=timeout_s
             )
-        endpoint: Transport | None = transport
         if whole and len(columns) > 1:
-            endpoint = LeaderTransport(group or ReplicaGroup(groups[rows[replica]], replica=replica), transport)
-        assert endpoint is not None, "all ranks communicate"
-        return Cluster(roll, replica, transport, endpoint)
+            return LeaderTransport(group or ReplicaGroup(groups[rows[replica]], replica=replica), transport), roll
+        assert transport is not None, "all ranks communicate"
+        return transport, roll
     except BaseException as error:
         roll.close(str(error))
         raise
@@ -141,13 +125,14 @@ def connect_process_group(
         group = group.get_group("replica" if "replica" in names else 0)
     peers = dist.group.WORLD if group is None else group
     assert peers is not None, "it is initialised"
-    cluster = open_cluster(peers, whole=ranks == "whole", silence_s=silence_s, timeout_s=round_timeout_s)
+    transport, roll = open_cluster(peers, whole=ranks == "whole", silence_s=silence_s, timeout_s=round_timeout_s)
     failed = ""
     try:
-        yield cluster.endpoint
-        cluster.roll.finish()
+        yield transport
+        roll.finish()
     except BaseException as error:
         failed = str(error) or repr(error)
         raise
     finally:
-        cluster.close(failed)
+        roll.close(failed)
+        transport.close()

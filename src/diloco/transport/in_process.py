@@ -100,11 +100,11 @@ class InProcessTransport:
         self._refusal = ""
         self.rounds: dict[RoundId, _Round] = {}
         self._decided_before: dict[RoundId, float] = {}
-        self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
+        self.endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
     def endpoint(self, replica: int) -> InProcessEndpoint:
         """Return the transport that replica number ``replica`` uses."""
-        return self._endpoints[check_replica(replica, len(self._endpoints))]
+        return self.endpoints[check_replica(replica, len(self.endpoints))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return traffic counters, clocks, links and decided rounds.
@@ -112,14 +112,14 @@ class InProcessTransport:
         The replicas that sent contributions in flight save them.
         """
         return {
-            "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
+            "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self.endpoints],
             "network": self.network.state_dict() if self.network else None,
             "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self.rounds.items() if s.verdict],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. The replicas then resubmit their contributions in flight."""
-        for endpoint, (sent_bytes, received_bytes) in zip(self._endpoints, state["traffic"], strict=True):
+        for endpoint, (sent_bytes, received_bytes) in zip(self.endpoints, state["traffic"], strict=True):
             endpoint.sent_bytes, endpoint.received_bytes = int(sent_bytes), int(received_bytes)
         if self.network is not None and state["network"] is not None:
             self.network.load_state_dict(state["network"])
@@ -200,7 +200,7 @@ class InProcessTransport:
         verdict, exchange = state.verdict, state.exchange
         assert verdict is not None, "it is decided"
         assert exchange is not None, "it is planned"
-        position, endpoint = self.view.members.index(replica), self._endpoints[replica]
+        position, endpoint = self.view.members.index(replica), self.endpoints[replica]
         sent_bytes, received_bytes = exchange.sent[position], exchange.received[position]
         endpoint.sent_bytes += sent_bytes
         endpoint.received_bytes += received_bytes
@@ -253,7 +253,7 @@ class InProcessEndpoint(Transport):
     def __init__(self, hub: InProcessTransport, replica: int) -> None:
         self.hub = hub
         self.replica = replica
-        self.view = hub.view
+        self.view, self.network = hub.view, hub.network
 
     def average(self, contribution: Contribution) -> Pending:
         with self.hub.changed:
@@ -294,8 +294,15 @@ class InProcessEndpoint(Transport):
     def tick(self) -> None:
         with self.hub.changed:
             self.hub.threads[self.replica] = threading.get_ident()
-            if self.hub.network is not None:
-                self.hub.network.tick(self.replica)
+            if self.network is not None:
+                self.network.tick(self.replica)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all replicas in this process."""
+        return self.hub.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.hub.load_state_dict(state)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

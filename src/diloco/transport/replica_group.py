@@ -325,6 +325,15 @@ class LeaderTransport(Transport):
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         return self.transport.traffic_by_peer() if self.transport is not None else {}
 
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.transport is not None:  # which tells the other ranks
+            self.transport.load_state_dict(state)
+
     def shared(self, ask: Callable[[Transport], Any]) -> Any:
         """Call ``ask`` on position 0's transport, and return its result or raise its error on every rank.
 

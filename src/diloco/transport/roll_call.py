@@ -179,8 +179,8 @@ class RollCall:
             self._mine["stop"] = True
         self._wake.set()
 
-    def stop_step(self, step: int) -> int | None:
-        """Return the inner step after which all ranks stop, or None; ``step`` of them are done.
+    def stop_step(self, step: int, *, wanted: bool = False) -> int | None:
+        """Do as `Transport.stop_step`.
 
         Once a rank has asked, each tells how many steps it has begun, and begins no other before all have. They stop
         after the greatest of these numbers.
@@ -188,6 +188,8 @@ class RollCall:
         Raises:
             ReplicaLostError: if the ranks can't continue.
         """
+        if wanted:
+            self.ask_to_stop()
         self.check()
         with self._lock:
             if self._mine["begun"] is None:

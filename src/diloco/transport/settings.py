@@ -63,6 +63,11 @@ class NetworkSettings:
     """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
 
     @property
+    def elastic(self) -> bool:
+        """Whether replicas join and leave as they like."""
+        return self.transport == "swarm"
+
+    @property
     def num_ranks(self) -> int:
         """The number of ranks of all replicas (M x S)."""
         return self.replicas * self.replica_size
@@ -104,7 +109,7 @@ class NetworkSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self, "network.")
-        if self.transport != "swarm":
+        if not self.elastic:
             check_whole("network.min_replicas", self.min_replicas, 1, self.replicas)
             check_whole("network.replica", self.replica or 0, 0, self.replicas - 1)
         if self.transport != "in-process" and not self.silence < self.round_timeout:

@@ -6,9 +6,10 @@ It is the same over TCP and in a swarm; the `MeetingPlace` says how connections 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, ClassVar
 
 from diloco.errors import RendezvousError
+from diloco.events import Event
 from diloco.protocol import Rules, Welcome
 from diloco.transport.connections.limits import pauses
 from diloco.transport.peers.directory import Directory, Lost
@@ -19,14 +20,24 @@ _ANSWER_S = 30.0
 _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
 
 
-class MeetingPlace(Protocol):
+class MeetingPlace:
     """A rank, and where it meets the others."""
+
+    elastic: ClassVar[bool] = False  # whether replicas join and leave as they like
 
     def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
         """Return the transport of this rank, without any connection."""
+        raise NotImplementedError
 
     def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> Directory:
         """Listen, and return what knows whom to ask. For the arguments see `connect`."""
+        raise NotImplementedError
+
+    def publish(self, event: Event) -> None:
+        """Publish an event for the status page."""
+
+    def note(self, **seen: Any) -> None:
+        """Publish facts about this replica for the status page, by their names in `Status`."""
 
 
 def connect(

@@ -105,6 +105,18 @@ class Directory:
     def open_up(self) -> None:
         """Let others know of this process, which has begun. For the training thread."""
 
+    def listens_at(self) -> tuple[str, ...]:
+        """Return where others can join, loopback addresses last. For the training thread."""
+        return (str(self.transport.address),)
+
+    def details(self) -> dict[str, str]:
+        """Return facts about the connection to the other replicas, by name. For the training thread."""
+        return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in self.entries.items())}
+
+    def others(self) -> tuple[str, ...]:
+        """Return addresses at which a swarm goes on without this replica."""
+        return ()
+
     async def addresses(self) -> Collection[Address]:
         """Return the addresses at which members may answer, and let others find this process."""
         raise NotImplementedError

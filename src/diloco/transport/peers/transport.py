@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -56,8 +57,6 @@ class PeerTransport(Transport):
         streams: How connections are opened and accepted.
         links: The class of the payload links, which the network may choose.
     """
-
-    averages_later = True
 
     def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:
         self.rules = rules
@@ -120,6 +119,11 @@ class PeerTransport(Transport):
     def known_entries(self) -> tuple[Entry, ...]:
         entries = list(self.connections.entries.items())  # at once, as the control thread changes them
         return tuple(entry for rank, entry in entries if rank != self.rules.rank)
+
+    def names(self) -> Mapping[str, str]:
+        known = {entry.rank: entry.name for entry in list(self.connections.entries.values()) if entry.name}
+        often = Counter(known.values())
+        return {str(n): name if often[name] == 1 else f"{name}/{n % 10_000}" for n, name in known.items()}
 
     # Rounds.
 
@@ -194,12 +198,10 @@ class PeerTransport(Transport):
         return fetched
 
     def state_dict(self) -> dict[str, Any]:
-        """Return traffic and steps. Contributions in flight are saved by the code that submitted them."""
-        return {"traffic": [self.sent_bytes, self.received_bytes], "step": self.step}
+        return super().state_dict() | {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.sent_bytes, self.received_bytes = map(int, state["traffic"])
+        super().load_state_dict(state)
         self.step = int(state["step"])
 
     # Members.
@@ -313,16 +315,16 @@ class PeerTransport(Transport):
             )
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
         self._asked_to_stop = True
         self._post(self._machine.announce, Announcement("stop", 0))
 
-    def stop_step(self) -> int | None:
-        """Return the inner step after which this rank stops, or None if it does not.
-
-        All stop after the same step if more members ask for it than could lie. One that is alone leaves.
-        """
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Do as `Transport.stop_step`, if more members ask for it than could lie. One that is alone leaves."""
         machine = self._machine
+        if wanted and not self.rules.together and (self.failure is not None or self.views.last_view is None):
+            return step  # no other replica is left to agree with
+        if wanted:
+            self.ask_to_stop()
         if self._asked_to_stop:
             self._wait_for(lambda: machine.said.stopping, self.rules.silence_s)
         if not machine.said.stopping:

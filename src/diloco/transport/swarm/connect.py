@@ -11,21 +11,23 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 from diloco.errors import RendezvousError
+from diloco.events import Event
 from diloco.membership import byzantine_quorum, names_of, refusal
 from diloco.protocol import Entry, MessageError, Refused, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say
+from diloco.transport.peers.connect import MeetingPlace
 from diloco.transport.peers.directory import Directory, Lost, Members
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import in_short
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
 from diloco.transport.swarm.status import PeerStatus, serve_status
-from diloco.transport.swarm.streams import PeerAddress, PeerStreams, SwarmLinks
+from diloco.transport.swarm.streams import PeerAddress, PeerStreams, SwarmLinks, is_loopback
 from diloco.waiting import waiting_for
 
 _ANNOUNCE_S = 60.0
@@ -123,6 +125,27 @@ class SwarmDirectory(Directory):
                 words = "this peer could not be announced (%s). It tries again in %g s."
                 logging.getLogger(__name__).warning(words, in_short(error), _ANNOUNCE_S)
             await asyncio.sleep(_ANNOUNCE_S)
+
+    def listens_at(self) -> tuple[str, ...]:
+        return tuple(sorted(self.connections.call(self._streams.node.addresses()), key=is_loopback))
+
+    def details(self) -> dict[str, str]:
+        place, transport = self._place, self.transport
+        return {
+            "replica": f"{place.name}, of {len(transport.view.members)} in run {place.admission.run!r}",
+            "number": f"{transport.replica}, peer {transport.address}",
+            "swarm": self.swarm,
+            "listens at": ", ".join(self.listens_at()) or "no address: it opens all connections itself",
+        }
+
+    def others(self) -> tuple[str, ...]:
+        """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
+        view, known = self.transport.views.last_view, self.transport.known_entries()
+        members = () if view is None else view.members
+        gone = {entry.address for entry in known if entry.rank not in members}
+        given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
+        there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
+        return tuple(dict.fromkeys([*given, *sorted(there, key=is_loopback)]))
 
     async def announce_end(self) -> None:
         self._finished = True
@@ -291,8 +314,10 @@ class SwarmDirectory(Directory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwarmPlace:
+class SwarmPlace(MeetingPlace):
     """A peer and the run that it wants to take part in."""
+
+    elastic: ClassVar[bool] = True
 
     identity: Path  # file of the peer's private key
     admission: Admission  # the run's name, and the rules for admission
@@ -316,6 +341,13 @@ class SwarmPlace:
         return PeerTransport(rules, PeerStreams(identity, node, self.admission), SwarmLinks)
 
     def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> SwarmDirectory:
+        self.note(state="joining", name=self.name)
         directory = SwarmDirectory(transport, self, held_step, lost)
         directory.enter()
         return directory
+
+    def publish(self, event: Event) -> None:
+        self.status.add(event)
+
+    def note(self, **seen: Any) -> None:
+        self.status.seen.update(seen)

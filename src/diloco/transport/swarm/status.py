@@ -19,7 +19,7 @@ import xxhash
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.events import Event, json_ready, to_record
+from diloco.events import Event, StateFetched, StepFinished, json_ready, to_record
 from diloco.membership import GREATEST, Count, Rank
 from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
@@ -92,6 +92,8 @@ class Status(WireMessage):
 class PeerStatus:
     """The reported facts and events; the training thread adds them, and other threads read them.
 
+    ``batch_tokens`` are those of a trained step.
+
     >>> from diloco.events import Note, RoundVoid
     >>> status = PeerStatus()
     >>> for outer_step in (4, 5):
@@ -101,13 +103,18 @@ class PeerStatus:
     (2, [5])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_tokens: int = 1) -> None:
         self.seen: dict[str, Any] = {"state": "joining"}  # further fields of `Status`
+        self._batch_tokens = batch_tokens
         self._kept: dict[str, deque[tuple[int, bytes]]] = {kind: deque(maxlen=most) for kind, most in KEPT.items()}
         self._next = 0
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
+        if isinstance(event, StateFetched):
+            self.seen.update(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
+        elif isinstance(event, StepFinished) and event.trained:
+            self.seen.update(tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
         kept = self._kept.get(type(event).__name__)
         if kept is None:
             return

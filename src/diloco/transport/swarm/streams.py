@@ -32,6 +32,10 @@ _MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity 
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
 
 
+def is_loopback(address: str) -> bool:
+    return address.startswith("/ip4/127.")
+
+
 @dataclass(frozen=True)
 class PeerAddress(Address):
     """The identity of a peer, which is all that others need to reach it.
@@ -86,7 +90,7 @@ class PeerStreams(TcpStreams):
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         self._node = await Node.start(self._identity, self.place)
         # loopback last: a router may forward another port to the others
-        listened = sorted(await self._node.addresses(), key=lambda each: each.startswith("/ip4/127."))
+        listened = sorted(await self._node.addresses(), key=is_loopback)
         self.place = replace(self.place, listen=same_port(self.place.listen, tuple(listened)))
         self._accept = accept
         for host in hosts_in(self.place.listen):

@@ -20,7 +20,7 @@ from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.connect import connect
+from diloco.transport.peers.connect import MeetingPlace, connect
 from diloco.transport.peers.directory import Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
@@ -33,7 +33,7 @@ _LISTEN_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(MeetingPlace):
     """The number of this rank, where it listens, and the address at which it meets the others."""
 
     replica: int  # m
