@@ -93,21 +93,6 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
         assert summary["rounds_void"] == 0
 
 
-def test_dynamic_steps_leave_no_replica_out_and_all_agree(new_peer: MakePeer) -> None:
-    """The speeds depend on the machine, but the final parameters are always the same."""
-    arguments = "--replicas 2 --steps 40 --network.straggler dynamic"
-    first = new_peer("a", f"{arguments} --replica 0")
-    peers = (first, new_peer("b", f"{arguments} --replica 1", first))
-    summaries = [peer.summary() for peer in peers]
-    assert summaries[0]["global_params_digest"] == summaries[1]["global_params_digest"]
-    assert [summary["steps"] for summary in summaries] == [40, 40]
-    for peer in peers:
-        steps = peer.metrics("StepFinished")
-        assert {record["pace"] for record in steps} <= {0.25, 0.5, 0.75, 1.0}
-        assert all(record["trained"] for record in steps[:6])
-        assert all(record["contributors"] == [0, 1] for record in peer.metrics("RoundCommitted"))
-
-
 ENDLESS = "--steps 100000 --inner-steps 8"
 
 
@@ -203,21 +188,19 @@ def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.C
     assert "could not be queried; trying again: the network is down" in told
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--every", "2s", "--json"],
-     ["folder", "--every", "2s"], ["folder", "--secret-file", "x"]],
-)  # fmt: skip
-def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> None:
-    assert main(["status", *arguments]) == 2
-
-
 def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:
-    """One peer stops early and one late. The late one founds the swarm again, and the other adopts its state."""
+    """One peer stops early and one late. The late one founds the swarm again, and the other adopts its state.
+
+    Each trains as many steps as its speed allows, which depends on the machine.
+    """
     early, late = tmp_path / "early", tmp_path / "late"
-    first = new_peer("early", "--steps 32 --replicas 2 --stop-after 6")
-    for peer in (first, new_peer("late", "--steps 32 --replicas 2 --stop-after 14", first)):
+    arguments = "--steps 32 --replicas 2 --network.straggler dynamic"
+    first = new_peer("early", f"{arguments} --stop-after 6")
+    for peer in (first, new_peer("late", f"{arguments} --stop-after 14", first)):
         peer.end()
+        steps = peer.metrics("StepFinished")
+        assert {record["pace"] for record in steps} <= {0.25, 0.5, 0.75, 1.0}
+        assert all(record["trained"] for record in steps[:6])
     founds = Peer(first.processes, late, f"--resume {late}")
     for peer in (founds, Peer(first.processes, early, f"--resume {early}", founds)):
         peer.end()
