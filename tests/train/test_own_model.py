@@ -1,4 +1,4 @@
-"""Runs of a model of `transformers`, or of the user's own: plain, or one that freezes, wraps or hides what it holds."""
+"""Runs of a model of `transformers`, also fine-tuned, or of the user's own, which may freeze, wrap or hide what it holds."""
 
 import json
 import os
@@ -8,19 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from diloco.algorithm import named_parameters
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import plan_run
-from diloco.data import ByteTokenizer
+from diloco.data import ByteTokenizer, build_corpus
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.train import run_training
 from diloco.trained import load_trained
 from tests.command_lines import command_line
+from tests.finetuning import asked, write_base, write_records, write_sums
 from tests.huggingface import write_config
-from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 NETS = """
@@ -122,7 +122,7 @@ def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_p
     for source in (nets, nets, other):
         plan = plan_of(f"{source}:Net", data)
         with pytest.raises(InterruptedError):
-            run_training(plan.configuration, folder=tmp_path, sink=Listener(), config_toml=plan.record, meet=meet)
+            run_training(plan.configuration, folder=tmp_path, sink=mock.Mock(), config_toml=plan.record, meet=meet)
     facts = [call.args[0] for call in meet.call_args_list]
     assert facts[0] == facts[1]
     assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
@@ -178,3 +178,74 @@ def test_a_run_resumes_exactly_and_is_evaluated_when_its_source_is_gone(
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match=r"cannot change model\.source"):
         plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="hf:another"))
+
+
+SMALL = {
+    "preset": "finetune",
+    "train__sequence_length": 48,
+    "sync__num_fragments": 2,
+    "data__heldout_fraction": 0.2,
+    "optimizer__learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole fine-tuning run, which tests must not change."""
+    folder = tmp_path_factory.mktemp("run")
+    trained(folder, plan_of(f"hf:{base}", write_sums(folder.with_name("sums.jsonl")), **SMALL))
+    return folder
+
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base_and_so_does_its_adapter(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    checkpoint = open_checkpoint(run)
+    names = set(checkpoint.load("global"))
+    assert names
+    assert all("lora_" in name for name in names)
+    values = checkpoint.load("replica-0-values")
+    assert {name.removeprefix("model/") for name in values if name.startswith("model/")} == names
+    assert "rest" not in checkpoint.parts
+    sizes = [fragment["numel"] for fragment in checkpoint.about["fragments"]]
+    assert max(sizes) - min(sizes) < 0.1 * sum(sizes)  # balanced
+    # data-parallel training would also send only adapters
+    assert summary["data_parallel_bytes_per_replica"] < summary["parameters"] * 12 * 8
+    model = load_trained(run).model
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
+    assert main(["export", str(run), "--out", str(run.with_name("adapter")), "--to", "adapter"]) == 0
+    exported = load_file(run.with_name("adapter") / "adapter_model.safetensors")
+    assert len(exported) == len(names)
+    for name, value in checkpoint.load("global").items():
+        peft_name = name.replace("wrapped.", "base_model.model.", 1).replace(".default.", ".")
+        assert torch.equal(exported[peft_name], value)
+
+
+def test_adapters_of_another_base_are_refused(base: Path, run: Path) -> None:
+    """A checkpoint names the weights that it needs."""
+    write_base(base, seed=1)
+    with pytest.raises(ConfigurationError, match=r"trained with other weights .* Put the original model there"):
+        load_trained(run)
+    write_base(base)
+    load_trained(run)
+
+
+def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:
+    """Answers have two lengths; a checkpoint holds the weights of the replicas' contributions."""
+    records = [asked(f"q{number}", "7" * (3 if number < 20 else 15)) for number in range(40)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    plan = plan_of(f"hf:{base}", data, **SMALL, data__packing="single", train__stop_after=3)
+    trained(tmp_path / "run", plan)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    corpus = build_corpus(plan.configuration.data, 48)
+    counted = []
+    for replica in range(2):
+        batches = corpus.batches(sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0)
+        counted.append(sum(int((batches.next_batch()[1] >= 0).sum()) for _ in range(3)))
+        fragment = checkpoint.load(f"replica-{replica}-own-0")["state"]["diloco"]["fragments"][0]
+        assert fragment["trained"] == pytest.approx(counted[-1] / (2 * 48))
+    assert counted[0] != counted[1]
