@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -256,7 +257,8 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
     refused = pytest.raises(ConfigurationError, match="sharded over 4 ranks, but a replica has 2")
     with connect_process_group(mesh, silence_s=3.0) as transport, refused:
         Replica(transport.replica, transport, CASES["diloco"], sharded=True)
-    torch.distributed.fsdp.fully_shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
+    shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
+    torch.distributed.fsdp.fully_shard = vars(sys.modules[Replica.__module__])["fully_shard"] = shard
     digests: dict[str, list[str]] = {}
     for name, parts in itertools.product(names, PARTS):
         state = None
