@@ -1,21 +1,21 @@
-"""Codecs, values and error bounds shared by the tests of codecs."""
+"""Codecs, values, error bounds and contributions to a round."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import CODECS, FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2, pieces
+from diloco.algorithm import CODECS, FP4, Codec, Contribution, Int8, RoundId, TopK2, make_codec, pieces
 
 BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
 
 ACCURATE: dict[str, Callable[[], Codec]] = {
-    "float32": Float32,
-    "float16": Float16,
-    "bfloat16": BFloat16,
+    **{name: partial(make_codec, name) for name in ("float32", "float16", "bfloat16")},
     "int8": lambda: Int8(BLOCK, implementation="torch"),
     "fp4": lambda: FP4(BLOCK, implementation="torch"),
     "int8-built": lambda: Int8(BLOCK),
@@ -30,6 +30,7 @@ COARSE: dict[str, Callable[[], Codec]] = {
 OURS = CODECS.names
 """The names before any test registers a codec of its own."""
 
+SIZE = 515  # two blocks of 256 and an odd remainder
 PIECE = next(pieces(1 << 30, torch.device("cpu"), BLOCK))[1]
 SIZES = [0, 1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, PIECE, 2 * PIECE + BLOCK + 3]
 
@@ -62,3 +63,18 @@ def error_bound(codec: Codec, values: Tensor) -> Tensor:
     least = 0.75 / 64 * torch.exp2(exponent)
     bound = (magnitude / 3).where(magnitude >= least, least)
     return bound.where(magnitude <= codec.saturation_limit, magnitude - 2.0**127)
+
+
+def contribution(replica: int, values: Tensor | None = None, *, codec: str = "float32", **fields: Any) -> Contribution:
+    """Return a contribution of ``values``, by default `SIZE` random ones, with other attributes from ``fields``."""
+    encoder = make_codec(codec)
+    if values is None:
+        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(replica))
+    given = {"numel": values.numel(), "payload": encoder.encode(values), "digest": "d", **fields}
+    return Contribution(round=RoundId(0, 0), replica=replica, codec=encoder, **given)
+
+
+def contributions(values: Sequence[Tensor], weights: Sequence[float], **fields: Any) -> list[Contribution]:
+    """Return the contributions of replicas 0, 1, ..., with these values and weights."""
+    pairs = enumerate(zip(values, weights, strict=True))
+    return [contribution(m, each, weight=weight, **fields) for m, (each, weight) in pairs]

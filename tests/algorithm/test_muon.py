@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diloco.algorithm import Muon, muon, newton_schulz
 from diloco.errors import ConfigurationError
@@ -28,21 +28,10 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return self.head(self.norm(self.down(hidden)))  # type: ignore[no-any-return]  # of an untyped module
 
-
-def orthogonalised_names(model: Model, optimizer: Muon) -> tuple[str, ...]:
-    ids = {id(p) for group in optimizer.param_groups if group["orthogonalise"] for p in group["params"]}
-    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in ids)
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: bool) -> None:
-    model, other = Model(), Model()
+@pytest.mark.parametrize(("nesterov", "tied"), [(True, False), (False, True)])
+def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: bool, tied: bool) -> None:
+    model, other = Model(tied=tied), Model(tied=tied)
     named = dict(other.named_parameters())
     matrices, rest = [named[name] for name in HIDDEN], [p for name, p in named.items() if name not in HIDDEN]
     theirs = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=nesterov)
@@ -50,7 +39,8 @@ def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: 
     groups = [{"params": tables}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, 1e-3, (0.9, 0.95), weight_decay=0.1)
     mine = muon(model, lr=1e-3, nesterov=nesterov)
-    assert orthogonalised_names(model, mine) == HIDDEN
+    ids = {id(p) for group in mine.param_groups if group["orthogonalise"] for p in group["params"]}
+    assert tuple(name for name, parameter in model.named_parameters() if id(parameter) in ids) == HIDDEN
     before = copy.deepcopy(model.state_dict())
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         a.grad = torch.randn_like(a)
@@ -68,12 +58,11 @@ def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: 
 def test_orthogonalised_has_the_singular_vectors_and_values_near_one(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     made = newton_schulz(matrices, steps=10)
-    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     assert ((torch.linalg.svdvals(made) - 1).abs() < 0.35).all()
     rotated = left.mT @ made @ right.mT  # diagonal, if the singular vectors are the same
     off = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
     assert off.abs().max() < 0.02
-    assert values.shape == rotated.shape[:2]
 
 
 def test_it_holds_everything_and_goes_on_from_its_state() -> None:
@@ -87,7 +76,7 @@ def test_the_compiled_iteration_is_the_same_for_any_number_and_shape(monkeypatch
     """Few graphs serve all: past torch's limit the iteration would run uncompiled."""
     import torch._dynamo.testing  # takes seconds
 
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
     shapes = [(8, 8)] * 3 + [(12, 12)] + [(8, 24)] * 2 + [(12, 33)] + [(24, 8)] * 4 + [(33, 12)]
     moved = []
@@ -114,19 +103,13 @@ def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
     assert float(torch.linalg.svdvals(moved[0]).max()) > 0.1 * 2 * 0.6  # sqrt(16 / 4) times the learning rate
 
 
-def test_a_tied_head_is_left_to_adamw() -> None:
-    model = Model(tied=True)
-    assert orthogonalised_names(model, muon(model)) == HIDDEN
-
-
 def test_a_parameter_without_a_gradient_stays() -> None:
     model = Model()
-    optimizer = muon(model)
-    matrices = [model.down.weight, model.layers[0].weight]
-    before = [matrix.clone() for matrix in matrices]
-    model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+    optimizer, before = muon(model), copy.deepcopy(model.state_dict())
+    model.down.weight.grad = torch.ones_like(model.down.weight)
     optimizer.step()
-    assert [torch.equal(matrix, held) for matrix, held in zip(matrices, before, strict=True)] == [True, False]
+    moved = [name for name, values in model.state_dict().items() if not torch.equal(values, before[name])]
+    assert moved == ["down.weight"]
 
 
 def test_what_can_not_work_is_refused() -> None:
