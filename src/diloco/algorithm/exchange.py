@@ -228,9 +228,9 @@ def _shard_bounds(
 ) -> tuple[tuple[int, int], ...]:
     """Divide ``numel`` values into consecutive ranges of whole blocks, by ``shares``, which add up to 1, or equal ones.
 
-    Rounding adds at most one block to what ``shares`` give a replica.
-    Equal ones differ by at most one block. With fewer blocks than replicas some are empty. The last, which holds the
-    last, perhaps shorter block, is one of those with the most blocks, so no other division has a shorter longest range.
+    Rounding adds at most one block to what ``shares`` give a replica. Equal ranges differ by at most one block; with
+    fewer blocks than replicas some are empty. The last, which holds the last, perhaps shorter block, is one of those
+    with the most blocks, so no other division has a shorter longest range.
     """
     blocks = -(-numel // block_size)
     ends = [position * blocks // num_replicas for position in range(1, num_replicas)]

@@ -157,18 +157,16 @@ def flatten(tensors: Sequence[Tensor], out: Tensor, copying: set[torch.device] |
 
     If ``copying`` is given, the GPUs that may still copy to the host are added to it; otherwise they are waited for.
     """
-    start, waits = 0, copying is None
-    copying = set() if copying is None else copying
+    start, begun = 0, set[torch.device]() if copying is None else copying
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
         out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda)
         if shard.is_cuda and not out.is_cuda:
-            copying.add(shard.device)
+            begun.add(shard.device)
         start = stop
-    for device in (
-        copying if waits else ()
-    ):  # the host must not read a copy in progress, which runs on the stream of its source
-        torch.cuda.current_stream(device).synchronize()
+    if copying is None:  # the host must not read a copy in progress, which runs on the stream of its source
+        for device in begun:
+            torch.cuda.current_stream(device).synchronize()
     return out
 
 

@@ -150,8 +150,7 @@ class Contribution:
     @property
     def extra_bytes(self) -> int:
         """The bytes sent in addition to the payload."""
-        extras = (self.buffers, self.integers)
-        return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
+        return sum(extra.nbytes for extra in (self.buffers, self.integers) if extra is not None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -330,12 +329,12 @@ def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float])
     the first contributor's. Sums are float64, so that values that are equal on all replicas stay as they are.
     """
     first = next(iter(buffers.values()))
-    total, divisor = torch.zeros_like(first, dtype=torch.float64), torch.zeros_like(first, dtype=torch.float64)
+    total, weight = (torch.zeros_like(first, dtype=torch.float64) for _ in range(2))
     for replica, values in buffers.items():
         finite = values.isfinite()
         total += torch.where(finite, values, 0.0).double() * weights[replica]
-        divisor += finite.double() * weights[replica]
-    return torch.where(divisor > 0, (total / divisor).float(), first)
+        weight += finite.double() * weights[replica]
+    return torch.where(weight > 0, (total / weight).float(), first)
 
 
 def scale_factors(max_norm: float | None, decoded: Iterable[tuple[int, Tensor]]) -> dict[int, float]:

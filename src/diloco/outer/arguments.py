@@ -48,7 +48,6 @@ T = TypeVar("T")
 Shared = Annotated[T, "shared"]
 Saved = Annotated[T, "shared", "saved"]
 
-
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
@@ -66,10 +65,6 @@ def _hints(*, extras: bool = False) -> dict[str, Any]:
     from diloco.outer.diloco import DiLoCo  # which imports this module
 
     return get_type_hints(DiLoCo.__init__, include_extras=extras)
-
-
-def _marks() -> dict[str, tuple[Any, ...]]:
-    return {name: getattr(hint, "__metadata__", ()) for name, hint in _hints(extras=True).items()}
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
@@ -211,7 +206,7 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
 
     ``kind`` "saved": only what a saved state and the run that loads it must share.
     """
-    names = [name for name, marks in _marks().items() if kind in marks]
+    names = [name for name, hint in _hints(extras=True).items() if kind in getattr(hint, "__metadata__", ())]
     facts = {name.replace("_", " "): _described(arguments[name]) for name in names}
     if kind == "saved":  # a run may go on with another learning rate
         facts["outer optimizer"] = type(arguments["outer_optimizer"]).__name__
