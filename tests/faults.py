@@ -11,22 +11,20 @@ from diloco.errors import RoundVoidError
 from diloco.protocol import Average
 from diloco.transport import InProcessTransport
 
-FaultKind = Literal["drop", "late", "truncate", "non-finite", "miss-commit"]
+FaultKind = Literal["drop", "truncate", "non-finite", "miss-commit"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A fault of one replica in one round.
 
-    ``drop``: its contribution never arrives; ``late``: it arrives after ``seconds``; ``truncate``: its last byte is
-    missing; ``non-finite``: its bytes decode to NaN or are not a valid payload; ``miss-commit``: it never receives the
-    commit and continues without it.
+    ``drop``: its contribution never arrives; ``truncate``: its last byte is missing; ``non-finite``: its bytes decode
+    to NaN or are not a valid payload; ``miss-commit``: it never receives the commit and continues without it.
     """
 
     kind: FaultKind
     replica: int
     round: RoundId
-    seconds: float = 0.0
 
 
 class FaultyTransport(InProcessTransport):
@@ -44,8 +42,6 @@ class FaultyTransport(InProcessTransport):
                 continue
             if fault.kind == "drop":
                 absent[fault.replica] = "sent nothing"
-            elif fault.kind == "late" and fault.seconds > self.round_timeout_s:
-                absent[fault.replica] = f"was {fault.seconds:g} s late, but the limit is {self.round_timeout_s:g} s"
             elif fault.kind == "truncate":
                 arrived[fault.replica] = replace(given, payload=given.payload[:-1])
             elif fault.kind == "non-finite":

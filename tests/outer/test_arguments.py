@@ -1,38 +1,28 @@
 """Arguments of `DiLoCo` and of transports that can't work are refused at the call, with what would work."""
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from diloco import (
-    AlphaMerge,
-    ConfigurationError,
-    DiLoCo,
-    InProcessTransport,
-    Nesterov,
-    SyncSchedule,
-    connect_tcp,
-    partition,
-)
-from diloco.errors import CheckpointError, CodecError, FragmentError
+from diloco import AlphaMerge, DiLoCo, InProcessTransport, Nesterov, SyncSchedule, connect_tcp, partition
+from diloco.errors import CheckpointError, CodecError, ConfigurationError, FragmentError
 from tests.replicas import BALANCED, Vectors, quadratic, streaming
 from tests.same import same
 
 
 def made(**arguments: Any) -> DiLoCo:
     model = Vectors()
-    given = {"model": model, "inner_optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} | arguments
-    return DiLoCo(given.pop("model"), given.pop("inner_optimizer"), **given)
+    return DiLoCo(model, **{"inner_optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **arguments})
 
 
 def inner() -> torch.optim.Optimizer:
     return torch.optim.SGD(Vectors().parameters(), lr=0.1)
 
 
+NAN = float("nan")
 CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
 
 
@@ -56,7 +46,7 @@ def tcp(**arguments: Any) -> None:
         (made, {"inner_optimizer": inner()}, "does not hold first, second, third of this model"),
         (made, {"on_event": []}, r"on_event must be Callable\[\[Event\], None\] \| None, got a builtins.list"),
         (made, {"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
-        (made, {"weight": float("nan")}, r"weight must be a number from 1e-18 to 1e\+18"),
+        (made, {"weight": NAN}, r"weight must be a number from 1e-18 to 1e\+18"),
         (made, {"schedule": SyncSchedule(inner_steps=5, overlap_steps=5), "merge": AlphaMerge(0.5)}, "round late.*0.5"),
         (made, BALANCED, "There are 3 fragments, but the schedule has num_fragments=1"),
         (made, {"fragments": partition(torch.nn.Linear(2, 2))}, "names .weight. of shape"),
@@ -74,6 +64,14 @@ def test_an_argument_that_can_not_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
         call(**arguments)
+
+
+def test_an_inner_step_is_trained_from_none_to_all_of_it() -> None:
+    replica = made()
+    for trained in (-0.1, 1.5, NAN):
+        with pytest.raises(ConfigurationError, match="trained must be a number from 0 to 1, got"):
+            replica.step(trained)
+    assert (replica.steps, replica.fragments[0].trained) == (0, 0.0)
 
 
 @pytest.mark.parametrize("state", [{}, None, Vectors().state_dict()])
@@ -116,24 +114,22 @@ def test_a_state_that_lacks_something_or_has_something_else_is_refused_before_an
 @pytest.mark.parametrize(
     "act",
     [
-        lambda swarm: swarm.replicas[0].change_transport(InProcessTransport(2).endpoint(0)),
-        lambda swarm: swarm.replicas[0].load_state_dict(swarm.replicas[0].state_dict()),
-        lambda swarm: swarm.replicas[0].take_over([1]),
+        lambda replica: replica.change_transport(InProcessTransport(2).endpoint(0)),
+        lambda replica: replica.load_state_dict(replica.state_dict()),
+        lambda replica: replica.take_over([1]),
     ],
-    ids=["change_transport", "load_state_dict", "take_over"],
 )
-def test_what_needs_every_round_merged_is_refused_with_one_in_flight(act: Callable[[Any], None]) -> None:
+def test_what_needs_every_round_merged_is_refused_with_one_in_flight(act: Callable[[DiLoCo], object]) -> None:
     swarm = streaming(2, error_feedback=True)
-    while not swarm.replicas[0].in_flight:
-        swarm.run(1, quadratic())
-    (flying,) = swarm.replicas[0].in_flight
-    before, transport = swarm.replicas[0].digest(), swarm.replicas[0].transport
-    with pytest.raises(ConfigurationError, match=f"{re.escape(str(flying))} is in flight. Call drain"):
-        act(swarm)
-    assert (swarm.replicas[0].digest(), swarm.replicas[0].transport) == (before, transport)
+    swarm.run(4, quadratic())
+    first = swarm.replicas[0]
+    before, transport = first.digest(), first.transport
+    with pytest.raises(ConfigurationError, match="fragment 0, outer step 0 is in flight"):
+        act(first)
+    assert (first.digest(), first.transport) == (before, transport)
     for replica in swarm.replicas:
         replica.drain()
-    act(swarm)
+    act(first)
 
 
 def test_a_transport_whose_replicas_have_other_arguments_is_not_taken() -> None:

@@ -7,7 +7,8 @@ but for Muon's: torch adds the values of a matrix in an order that depends on th
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from diloco import (
-    AlphaMerge,
-    DiLoCo,
-    InProcessTransport,
-    Nesterov,
-    SyncSchedule,
-    connect_tcp,
-    muon,
-    partition,
-)
+from diloco import AlphaMerge, DiLoCo, InProcessTransport, Nesterov, SyncSchedule, connect_tcp, muon, partition
+from diloco.algorithm import set_whole_
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
@@ -38,6 +32,7 @@ STREAMING = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=1)
 BLOCKS = {"first": (1301,), "second": (7, 301), "third": (2, 3, 501)}
 """Shapes of odd sizes, each longer than a block of any codec."""
 MATRICES = {"wide": (2, 3), "tall": (4, 2), "square": (2, 2), "bias": (5,)}
+CPU = torch.backends.cpu.get_cpu_capability()
 OF_MUON = {"AVX512": "b0c7ff1fe2780eee", "AVX2": "36c10ba729caf109", "DEFAULT": "b559684989bc3807"}
 
 
@@ -75,9 +70,7 @@ CASES = {
         schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
         digest_of_shards="9409e2307f815f55",
     ),
-    "muon": Case(
-        OF_MUON[torch.backends.cpu.get_cpu_capability()], shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)
-    ),
+    "muon": Case(OF_MUON[CPU], shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
 }
 
 
@@ -98,8 +91,6 @@ class Replica:
         self.number, self.case = number, case
         self.model = Model(case.shapes)
         if sharded:
-            from torch.distributed.fsdp import fully_shard
-
             fully_shard(self.model)
         self.inner = case.inner(self.model)
         fragments = case.schedule.num_fragments
@@ -122,7 +113,8 @@ class Replica:
         for name, parameter in self.model.named_parameters():
             gradient = whole.get_parameter(name).grad
             assert gradient is not None
-            parameter.grad = like(parameter, gradient)
+            parameter.grad = torch.empty_like(parameter)
+            set_whole_(parameter.grad, gradient)
         self.inner.step()
         self.inner.zero_grad()
 
@@ -141,99 +133,73 @@ class Replica:
         return digest.hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
-        objects = {"model": self.model, "inner": self.inner, "diloco": self.diloco}
-        return {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
+        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in ("model", "inner", "diloco")}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.inner.load_state_dict(state["inner"])
-        self.diloco.load_state_dict(state["diloco"])
+        for name, of_one in state.items():
+            getattr(self, name).load_state_dict(of_one)
 
 
 def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def like(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, as the same shards as ``parameter``."""
-    if not hasattr(parameter, "placements"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-
-
-def advance(replicas: Sequence[Replica], steps: int) -> None:
-    for _ in range(steps):
-        for replica in replicas:
-            replica.train()
-            replica.diloco.begin()
-        for replica in replicas:
-            replica.diloco.finish()
-
-
-def in_process(case: Case, keys: Path) -> str:
-    transport = InProcessTransport(case.num_replicas)
-    replicas = [Replica(m, transport.endpoint(m), case) for m in range(case.num_replicas)]
-    advance(replicas, STEPS)
+def in_process(case: Case, parts: Sequence[int], keys: Path) -> str:
+    """Train replicas that take turns. After each part but the last, continue in new objects."""
+    transport: InProcessTransport | None = None
+    replicas: list[Replica] = []
+    for steps in parts:
+        before, hub = replicas, InProcessTransport(case.num_replicas)
+        replicas = [Replica(m, hub.endpoint(m), case) for m in range(case.num_replicas)]
+        if transport is not None:
+            hub.load_state_dict(transport.state_dict())
+        for replica, other in zip(replicas, before, strict=False):
+            replica.load(other.state())
+        for _ in range(steps):
+            for replica in replicas:
+                replica.train()
+                replica.diloco.begin()
+            for replica in replicas:
+                replica.diloco.finish()
+        if steps == STOP:
+            assert bool(replicas[0].diloco.in_flight) == (case.schedule.overlap_steps > 0)
+        transport = hub
     return replicas[0].digest()
 
 
-def in_process_resumed(case: Case, keys: Path) -> str:
-    """Stop after step `STOP`, with a fragment in flight if steps overlap, and continue in new objects."""
-    first, second = InProcessTransport(case.num_replicas), InProcessTransport(case.num_replicas)
-    replicas = [Replica(m, first.endpoint(m), case) for m in range(case.num_replicas)]
-    advance(replicas, STOP)
-    assert bool(replicas[0].diloco.in_flight) == (case.schedule.overlap_steps > 0)
-    second.load_state_dict(first.state_dict())
-    others = [Replica(m, second.endpoint(m), case) for m in range(case.num_replicas)]
-    for replica, other in zip(replicas, others, strict=True):
-        other.load(replica.state())
-    advance(others, STEPS - STOP)
-    return others[0].digest()
-
-
-def over_sockets(case: Case, keys: Path) -> str:
-    address = f"127.0.0.1:{free_port()}"
-
-    def live(number: int) -> str:
-        with connect_tcp(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
-            replica = Replica(number, transport, case)
+def train_in_parts(
+    number: int, case: Case, parts: Sequence[int], transports: Iterable[AbstractContextManager[Any]], **more: Any
+) -> str:
+    """Train one replica, each part in new objects over the next transport, and return the digest at the end."""
+    state: dict[str, Any] = {}
+    for connected, steps in zip(transports, parts, strict=True):
+        with connected as transport:
+            replica = Replica(number, transport, case, **more)
             with replica.diloco:
-                replica.train_alone(STEPS)
-                return replica.digest()
+                replica.load(state)
+                replica.train_alone(steps)
+                state, digest = replica.state(), replica.digest()
+    return digest
 
-    return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
-
-def over_sockets_resumed(case: Case, keys: Path) -> str:
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+def over_sockets(case: Case, parts: Sequence[int], keys: Path) -> str:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in parts]
 
     def live(number: int) -> str:
-        state = None
-        for address, steps in zip(addresses, (STOP, STEPS - STOP), strict=True):
-            with connect_tcp(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
-                replica = Replica(number, transport, case)
-                with replica.diloco:
-                    if state:
-                        replica.load(state)
-                    replica.train_alone(steps)
-                    state, digest = replica.state(), replica.digest()
-        return digest
+        arguments = {"replica": number, "num_replicas": case.num_replicas}
+        return train_in_parts(number, case, parts, (connect_tcp(**arguments, rendezvous=each) for each in addresses))
 
     return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
 
-def over_the_swarm(case: Case, keys: Path) -> str:
+def over_the_swarm(case: Case, parts: Sequence[int], keys: Path) -> str:
     swarms = Swarms(keys)
     transports = swarms.meet(case.num_replicas, run="golden")
 
     def live(number: int) -> str:
-        replica = Replica(number, transports[number], case)
-        with replica.diloco:
-            replica.train_alone(STEPS)
-            transports[number].meet("end", 0)
-            return replica.digest()
+        digest = train_in_parts(number, case, parts, [nullcontext(transports[number])])
+        transports[number].meet("end", 0)
+        return digest
 
     try:
         return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
@@ -241,17 +207,20 @@ def over_the_swarm(case: Case, keys: Path) -> str:
         swarms.close()
 
 
-RUNS = [in_process, in_process_resumed, over_sockets, over_sockets_resumed]
 OVER_THE_SWARM = ("streaming fp4, one step of overlap", "int8 with error feedback", "topk2")
 """Each case takes seconds on libp2p, because every peer has a daemon."""
 
 
 @pytest.mark.parametrize(
-    ("name", "run"), [*itertools.product(CASES, RUNS), *((name, over_the_swarm) for name in OVER_THE_SWARM)]
+    ("name", "run", "parts"),
+    [
+        *itertools.product(CASES, (in_process, over_sockets), PARTS),
+        *((name, over_the_swarm, PARTS[0]) for name in OVER_THE_SWARM),
+    ],
 )
 @HIVEMIND_LEAVES_CONNECTIONS
-def test_digests_are_those_of_version_0_5(name: str, run: Callable[..., str], keys: Path) -> None:
-    assert run(CASES[name], keys) == CASES[name].digest
+def test_digests_are_those_of_version_0_5(name: str, run: Callable[..., str], parts: tuple[int], keys: Path) -> None:
+    assert run(CASES[name], parts, keys) == CASES[name].digest
 
 
 def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list[str]]:
@@ -260,22 +229,17 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
     store = dist.FileStore(str(folder / f"store-{replica}"), 2)
     dist.init_process_group("gloo", store=store, rank=position, world_size=2)
     meetings = dist.FileStore(str(folder / "meetings"), 4)
-    digests: dict[str, list[str]] = {}
+
+    def connected(name: str) -> AbstractContextManager[Any]:
+        if rank == 0:
+            meetings.set(name, f"127.0.0.1:{free_port()}")
+        address = meetings.get(name).decode()
+        return connect_tcp(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded")
+
+    digests: dict[str, list[str]] = {name: [] for name in names}
     for name, parts in itertools.product(names, PARTS):
-        state = None
-        for steps in parts:
-            meeting = f"{name} {parts} {steps}"
-            if rank == 0:
-                meetings.set(meeting, f"127.0.0.1:{free_port()}")
-            address = meetings.get(meeting).decode()
-            with connect_tcp(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded") as transport:
-                half = Replica(replica, transport, CASES[name], sharded=True)
-                with half.diloco:
-                    if state:
-                        half.load(state)
-                    half.train_alone(steps)
-                    state, digest = half.state(), half.digest()
-        digests.setdefault(name, []).append(digest)
+        transports = (connected(f"{name} {parts} {steps}") for steps in parts)
+        digests[name].append(train_in_parts(replica, CASES[name], parts, transports, sharded=True))
     dist.destroy_process_group()
     return digests
 

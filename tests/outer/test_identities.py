@@ -1,4 +1,4 @@
-"""Invariant 13: degenerate cases are parameter values, not branches, so each algorithm reduces to the others."""
+"""Invariant 12: degenerate cases are parameter values, not branches, so each algorithm reduces to the others."""
 
 import copy
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import AlphaMerge, Nesterov, RebaseMerge, Sgd, SyncSchedule, partition
-from tests.replicas import Swarm, Vectors, quadratic
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, Sgd, SyncSchedule
+from tests.replicas import BALANCED, Gradient, Swarm, Vectors, quadratic
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -25,48 +25,51 @@ def plain_training(steps: int, replica: int = 0) -> torch.Tensor:
     return model.vector().detach()
 
 
+def trained(num_replicas: int, steps: int, schedule: SyncSchedule, *, shared: bool = False, **more: Any) -> Swarm:
+    """Return replicas that have trained by AdamW, with a fragment for the whole model or three of equal sizes."""
+    fragments = BALANCED if schedule.num_fragments == 3 else {}
+    swarm = Swarm(num_replicas, schedule, **{"make_inner": adamw, **fragments, **more})
+    swarm.run(steps, quadratic(shared=shared))
+    return swarm
+
+
 @pytest.mark.parametrize("merge", [AlphaMerge(0.0), RebaseMerge()])
-def test_one_replica_with_outer_sgd_of_lr_1_is_plain_training(merge: AlphaMerge | RebaseMerge) -> None:
+def test_one_replica_with_outer_sgd_of_lr_1_is_plain_training(merge: MergeRule) -> None:
     """global - (global - local) is local up to the rounding of one subtraction, at each of 20 rounds."""
-    swarm = Swarm(1, SyncSchedule(inner_steps=3, num_fragments=1), make_inner=adamw, outer=Sgd(), merge=merge)
-    swarm.run(60, quadratic())
+    swarm = trained(1, 60, SyncSchedule(inner_steps=3), outer=Sgd(), merge=merge)
     torch.testing.assert_close(swarm.local(0), plain_training(60), rtol=1e-5, atol=1e-6)
 
 
 def test_a_whole_round_late_one_replica_is_plain_training_too() -> None:
     """With tau = H and rebase the global parameters lag one round, and the local ones continue as if alone."""
-    swarm = Swarm(
-        1,
-        SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=4),
-        make_inner=adamw,
-        outer=Sgd(),
-        merge=RebaseMerge(),
-        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
-    )
-    swarm.run(42, quadratic())
+    schedule = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=4)
+    swarm = trained(1, 42, schedule, outer=Sgd(), merge=RebaseMerge())
     torch.testing.assert_close(swarm.local(0), plain_training(42), rtol=1e-5, atol=1e-6)
 
 
+def step_on_the_mean(optimizer: torch.optim.Optimizer, model: nn.Module, gradient: Gradient, step: int) -> None:
+    """Take a data-parallel step of four replicas."""
+    of_each: list[list[Any]] = []
+    for replica in range(4):
+        gradient(replica, step, model)
+        of_each.append([parameter.grad for parameter in model.parameters()])
+    for parameter, *gradients in zip(model.parameters(), *of_each, strict=True):
+        parameter.grad = torch.stack(gradients).mean(0)
+    optimizer.step()
+
+
 def test_h_1_with_sgd_inside_and_outside_is_data_parallel_sgd() -> None:
-    swarm = Swarm(4, SyncSchedule(inner_steps=1), outer=Sgd())
-    swarm.run(50, quadratic())
-    together, gradient = Vectors(), quadratic()
+    swarm, together, gradient = Swarm(4, SyncSchedule(inner_steps=1), outer=Sgd()), Vectors(), quadratic()
+    swarm.run(50, gradient)
     optimizer = torch.optim.SGD(together.parameters(), lr=0.1)
     for step in range(50):
-        gradients = []
-        for replica in range(4):
-            gradient(replica, step, together)
-            gradients.append([p.grad for p in together.parameters()])
-        for parameter, *each in zip(together.parameters(), *gradients, strict=True):
-            parameter.grad = torch.stack([g for g in each if g is not None]).mean(0)
-        optimizer.step()
+        step_on_the_mean(optimizer, together, gradient, step)
     torch.testing.assert_close(swarm.local(2), together.vector().detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_one_fragment_without_overlap_is_algorithm_1() -> None:
     """Algorithm 1 of the Streaming paper, implemented with a whole model, a deep copy and torch's own Nesterov."""
-    swarm = Swarm(3, SyncSchedule(inner_steps=5), make_inner=adamw, outer=Nesterov(learning_rate=0.7, momentum=0.9))
-    swarm.run(40, quadratic())
+    swarm = trained(3, 40, SyncSchedule(inner_steps=5), outer=Nesterov(learning_rate=0.7, momentum=0.9))
     anchor = Vectors()
     outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     workers = [copy.deepcopy(anchor) for _ in range(3)]
@@ -87,14 +90,7 @@ def test_one_fragment_without_overlap_is_algorithm_1() -> None:
 
 def test_alpha_1_is_independent_replicas() -> None:
     schedule = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
-    swarm = Swarm(
-        2,
-        schedule,
-        make_inner=adamw,
-        merge=AlphaMerge(1.0),
-        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
-    )
-    swarm.run(30, quadratic())
+    swarm = trained(2, 30, schedule, merge=AlphaMerge(1.0))
     for replica in range(2):
         assert torch.equal(swarm.local(replica), plain_training(30, replica))
 
@@ -102,60 +98,28 @@ def test_alpha_1_is_independent_replicas() -> None:
 @pytest.mark.parametrize(("num_replicas", "exact"), [(2, True), (4, True), (3, False)])
 def test_replicas_on_the_same_data_are_one_replica(num_replicas: int, exact: bool) -> None:
     """The results are equal bit for bit if dividing by M is exact, else within rounding."""
-    arguments: dict[str, Any] = {
-        "schedule": SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=1),
-        "make_inner": adamw,
-        "outer": Nesterov(learning_rate=0.4),
-        "merge": RebaseMerge(),
-        "fragments": partition(Vectors(), num_fragments=3, strategy="balanced"),
-    }
-    many, one = Swarm(num_replicas, **arguments), Swarm(1, **arguments)
-    many.run(40, quadratic(shared=True))
-    one.run(40, quadratic(shared=True))
-    if exact:
-        assert torch.equal(many.local(num_replicas - 1), one.local(0))
-        assert torch.equal(many.global_params(0), one.global_params(0))
-    else:
-        torch.testing.assert_close(many.local(num_replicas - 1), one.local(0), rtol=1e-5, atol=1e-6)
-
-
-def test_without_overlap_rebase_and_alpha_0_are_the_same_bits() -> None:
-    schedule = SyncSchedule(inner_steps=4, num_fragments=3)
-    swarms = [
-        Swarm(
-            2,
-            schedule,
-            make_inner=adamw,
-            outer=Nesterov(learning_rate=0.4),
-            merge=merge,
-            fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
-        )
-        for merge in (AlphaMerge(0.0), RebaseMerge())
-    ]
-    for swarm in swarms:
-        swarm.run(24, quadratic())
-    assert torch.equal(swarms[0].local(0), swarms[1].local(0))
-
-
-def test_the_partition_does_not_matter_when_all_fragments_share_their_steps() -> None:
-    whole = Swarm(2, SyncSchedule(inner_steps=5), make_inner=adamw, outer=Nesterov(learning_rate=0.4))
-    cut = Swarm(
-        2,
-        SyncSchedule(inner_steps=5, num_fragments=3, offsets=(0, 0, 0)),
-        make_inner=adamw,
-        outer=Nesterov(learning_rate=0.4),
-        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
+    schedule = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=1)
+    many, one = (
+        trained(count, 40, schedule, shared=True, outer=Nesterov(learning_rate=0.4), merge=RebaseMerge())
+        for count in (num_replicas, 1)
     )
-    for swarm in (whole, cut):
-        swarm.run(25, quadratic())
-    assert torch.equal(whole.local(0), cut.local(0))
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(many.local(num_replicas - 1), one.local(0), **tolerance)
+    torch.testing.assert_close(many.global_params(0), one.global_params(0), **tolerance)
+
+
+def test_without_overlap_neither_the_merge_rule_nor_the_partition_of_equal_offsets_matters() -> None:
+    whole, apart = SyncSchedule(inner_steps=4), SyncSchedule(inner_steps=4, num_fragments=3, offsets=(0, 0, 0))
+    one, *others = (
+        trained(2, 24, schedule, outer=Nesterov(learning_rate=0.4), merge=merge).local(0)
+        for schedule, merge in ((whole, AlphaMerge(0.0)), (whole, RebaseMerge()), (apart, AlphaMerge(0.0)))
+    )
+    assert all(torch.equal(other, one) for other in others)
 
 
 def test_snoo_without_momentum_is_lookahead() -> None:
     """One replica (SNOO) with mu = 0: every H steps ``slow <- slow + lr (fast - slow)``, then ``fast <- slow``."""
-    schedule = SyncSchedule(inner_steps=5)
-    swarm = Swarm(1, schedule, make_inner=adamw, outer=Nesterov(learning_rate=0.5, momentum=0.0))
-    swarm.run(40, quadratic())
+    swarm = trained(1, 40, SyncSchedule(inner_steps=5), outer=Nesterov(learning_rate=0.5, momentum=0.0))
     fast, gradient = Vectors(), quadratic()
     inner, slow = adamw(fast), [parameter.detach().clone() for parameter in fast.parameters()]
     for step in range(40):
@@ -191,21 +155,17 @@ def few_of_two_sizes(replica: int, step: int, model: nn.Module) -> None:
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_topk2_that_keeps_all_and_rounds_nothing_is_sgd_on_the_mean(decay: float) -> None:
     """SparseLoCo with k = all, no quantiser and H = 1. All sums are of powers of two, so the bits are equal."""
-    arguments: dict[str, Any] = {
-        "make_model": Sparse,
-        "make_inner": lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
-        "outer": Sgd(learning_rate=1.0),
-    }
-    swarm = Swarm(4, SyncSchedule(inner_steps=1), codec="topk2", error_feedback=decay, **arguments)
+    swarm = Swarm(
+        4,
+        SyncSchedule(inner_steps=1),
+        make_model=Sparse,
+        make_inner=lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
+        codec="topk2",
+        error_feedback=decay,
+    )
     swarm.run(6, few_of_two_sizes)
     plain = Sparse()
-    inner, worker = torch.optim.SGD(plain.parameters(), lr=0.125), Sparse()
+    inner = torch.optim.SGD(plain.parameters(), lr=0.125)
     for step in range(6):
-        gradients = []
-        for replica in range(4):
-            few_of_two_sizes(replica, step, worker)
-            assert worker.values.grad is not None
-            gradients.append(worker.values.grad.clone())
-        plain.values.grad = torch.stack(gradients).mean(0)
-        inner.step()
+        step_on_the_mean(inner, plain, few_of_two_sizes, step)
     assert torch.equal(swarm.local(0), plain.values.detach())

@@ -1,6 +1,6 @@
 """Ranks that shard the parameters of a replica decide together what one of them alone can see."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from diloco import DiLoCo, SyncSchedule
-from diloco.algorithm import Contribution, RoundId, local_shard
+from diloco.algorithm import Contribution, local_shard
 from diloco.errors import DivergedError, NonFiniteError, TransportError
 from diloco.events import Event, Note, RoundVoid
 from diloco.membership import View
@@ -35,18 +36,9 @@ class Others(Transport):
         differs = self.round.digest != self.held
         if differs and self.outcome == "diverged":
             raise DivergedError("replica 1 differs.", donor=0, digest=self.held, replicas=[1])
-        return Average(
-            round=RoundId(0, self.round.round.outer_step),
-            values=torch.zeros(self.round.numel),
-            view=self.view,
-            contributors=(0, 1),
-            weight=2.0,
-            sent_bytes=0,
-            received_bytes=0,
-            wait_s=0.0,
-            donor=0 if differs and self.outcome == "missed" else None,
-            held=self.held,
-        )
+        about: dict[str, Any] = {"view": self.view, "contributors": (0, 1), "weight": 2.0, "held": self.held}
+        donor, values = 0 if differs and self.outcome == "missed" else None, torch.zeros(self.round.numel)
+        return Average(round=self.round.round, values=values, donor=donor, sent_bytes=0, received_bytes=0, **about)
 
     def publish(self, source: Any, version: Any = None) -> None:
         pass
@@ -63,11 +55,8 @@ class Others(Transport):
         return self.state
 
 
-def replica(rank: int, store: Path, others: Others | None = None, inner_steps: int = 1) -> tuple[DiLoCo, list[Event]]:
+def replica(others: Others | None = None, inner_steps: int = 1) -> tuple[DiLoCo, list[Event]]:
     """Return this rank of a replica of two, whose ``others`` hold global parameters that are larger by 1."""
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     torch.manual_seed(0)
     model, events = nn.Linear(4, 4, bias=False), list[Event]()
     fully_shard(model)
@@ -86,59 +75,66 @@ def replica(rank: int, store: Path, others: Others | None = None, inner_steps: i
     return diloco, events
 
 
-def not_finite_on_rank_1(rank: int, store: Path) -> tuple[str, int]:
-    diloco, _ = replica(rank, store)
+def rank_of_two(rank: int, store: Path, scenario: Callable[..., Any], *arguments: Any) -> Any:
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    result = scenario(rank, *arguments)
+    dist.destroy_process_group()
+    return result
+
+
+def on_both(folder: Path, scenario: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what ``scenario(rank, *arguments)`` returns on both ranks."""
+    with Processes() as processes:
+        processes.start(2, rank_of_two, folder / "store", scenario, *arguments)
+        return list(processes.results(timeout_s=120).values())
+
+
+def not_finite_on_rank_1(rank: int) -> tuple[str, int]:
+    diloco, _ = replica()
     with torch.no_grad():
         if rank == 1:
             local_shard(diloco.model.weight).fill_(torch.nan)  # type: ignore[arg-type]  # a parameter
     with pytest.raises(NonFiniteError) as raised:
         diloco.step()
-    dist.destroy_process_group()
     return str(raised.value), len(diloco.in_flight)
 
 
 def test_a_shard_that_is_not_finite_stops_all_ranks_before_they_send(tmp_path: Path) -> None:
     """Else one rank would wait for others of its replica that have ended, and other replicas get half of the work."""
-    with Processes() as processes:
-        processes.start(2, not_finite_on_rank_1, tmp_path / "store")
-        (other, other_flights), (own, own_flights) = processes.results(timeout_s=120).values()
+    (other, other_flights), (own, own_flights) = on_both(tmp_path, not_finite_on_rank_1)
     assert "the local values of no parameter of this rank contain NaN or infinity. Nothing was sent" in other
     assert "the local values of weight contain NaN or infinity. Nothing was sent" in own
     assert (other_flights, own_flights) == (0, 0)
 
 
-def late_joiner(rank: int, store: Path, failure: str) -> tuple[list[bool], list[str]]:
+def late_joiner(rank: int, failure: str) -> tuple[list[bool], list[str]]:
     """Return for each step whether the rank has adopted the state; that of rank 1 arrives after step 2, else 5."""
     others = Others("missed", answer=False)
-    diloco, events = replica(rank, store, others, inner_steps=2)
+    diloco, events = replica(others, inner_steps=2)
     adopted = []
     for step in range(1, 9):  # sends at 2, 4, 6 and 8
         diloco.step()
         adopted.append(torch.equal(diloco.fragments[0].global_params, others.state["global_params"]))
         if step == (2 if rank else 5):
             others.answers, others.failure = True, "gone." if rank and failure else ""
-    dist.destroy_process_group()
     return adopted, [event.text for event in events if isinstance(event, Note)]
 
 
 @pytest.mark.parametrize("failure", ["", "gone"])
 def test_the_ranks_of_a_late_joiner_adopt_in_the_same_step(tmp_path: Path, failure: str) -> None:
-    with Processes() as processes:
-        processes.start(2, late_joiner, tmp_path / "store", failure)
-        (first, first_notes), (second, second_notes) = processes.results(timeout_s=120).values()
+    (first, first_notes), (second, second_notes) = on_both(tmp_path, late_joiner, failure)
     assert first == second == ([False] * 8 if failure else [False] * 5 + [True] * 3)
     assert any("could not fetch its part" in note for note in first_notes) == bool(failure)
     assert any("gone." in note for note in second_notes) == bool(failure)
 
 
-def diverged_on_rank_0(rank: int, store: Path, lies: bool) -> dict[str, Any]:
+def diverged_on_rank_0(rank: int, lies: bool) -> dict[str, Any]:
     others = Others("committed" if rank else "diverged")
-    diloco, events = replica(rank, store, others)
+    diloco, events = replica(others)
     globals_of_others = others.state["global_params"]
     if lies:
         others.state = {**others.state, "global_params": globals_of_others + 1.0}
     diloco.step()
-    dist.destroy_process_group()
     kept = diloco.fragments[0].state_dict()
     return {
         "moved": torch.equal(kept["global_params"], globals_of_others),
@@ -150,9 +146,7 @@ def diverged_on_rank_0(rank: int, store: Path, lies: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("lies", [False, True])
 def test_a_round_in_which_one_shard_has_diverged_is_void_for_all_ranks(tmp_path: Path, lies: bool) -> None:
     """Invariant 10: they keep the same counts and weights, of which a checkpoint has those of one rank."""
-    with Processes() as processes:
-        processes.start(2, diverged_on_rank_0, tmp_path / "store", lies)
-        first, second = processes.results(timeout_s=120).values()
+    first, second = on_both(tmp_path, diverged_on_rank_0, lies)
     assert first["counts"] == second["counts"]
     assert (first["counts"]["void"], first["counts"]["committed"]) == (1, 0)
     assert (first["moved"], second["moved"]) == (not lies, False)
