@@ -19,8 +19,7 @@ from diloco.algorithm import (
     plan_exchange,
 )
 
-Messages = list[tuple[int, int, int]]
-"""``(sender, receiver, bytes)``."""
+Messages = list[tuple[int, int, int]]  # sender, receiver, bytes
 
 
 def all_gather(sizes: list[int]) -> Messages:
@@ -54,9 +53,7 @@ KINDS = [
     num_replicas=st.integers(1, 9),
     extra=st.integers(0, 50),
 )
-def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
-    codec: Codec, numel: int, num_replicas: int, extra: int
-) -> None:
+def test_the_plan_is_the_cheaper_of_two_simulated(codec: Codec, numel: int, num_replicas: int, extra: int) -> None:
     """Property: the bytes are exact for every replica and direction, for any shards."""
     plan = plan_exchange(codec, numel, num_replicas, extra)
     lengths = [stop - start for start, stop in plan.shards]
@@ -83,10 +80,7 @@ def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(codec: Codec)
 
 @given(numel=st.integers(2, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
 def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replicas: int, steps: int) -> None:
-    """Property: the ring's bytes on average, and no more for the longest range than its rounding.
-
-    A single value can't be cut: there the patterns tie, and all-gather it is.
-    """
+    """Property: the ring's bytes on average, and no more for the longest range than its rounding."""
     ring = data_parallel_bytes(numel, num_replicas, steps)
     plan = plan_exchange(make_codec("float32"), numel, num_replicas)
     assert ring == steps * sum(plan.sent) // num_replicas == steps * sum(plan.received) // num_replicas
@@ -194,9 +188,7 @@ def test_auto_is_the_usual_choice_where_that_fits_and_never_later_and_never_coar
         ([1] * 4, 0.0, "fp4"),  # still late, but by less
     ],
 )
-def test_the_first_codec_whose_round_fits_into_the_windows_is_taken(
-    rates: list[int], window_s: float, name: str
-) -> None:
+def test_the_first_codec_whose_round_is_in_time_is_taken(rates: list[int], window_s: float, name: str) -> None:
     """A fragment of 6.3M values: contributions and fp4 means take 0.5 bytes each, int8 means 1, float32 means 4."""
     uplinks = links(rates, window_s, full=False)
     plan = plan_exchange(make_codec("fp4"), 6_300_000, len(rates), mean="auto", uplinks=uplinks)

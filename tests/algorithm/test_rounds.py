@@ -202,9 +202,7 @@ def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.floats(1e-3, 1e6), st.sampled_from(CODECS.names))
-def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
-    scales: list[float], bound: float, codec: str
-) -> None:
+def test_nobody_moves_the_mean_further_than_the_bound(scales: list[float], bound: float, codec: str) -> None:
     mean = weighted_mean(contributions(scaled(scales), [1.0] * len(scales), codec=codec, max_norm=bound))
     assert vector_norm(mean.values) <= bound * (1 + 1e-4)
 

@@ -78,8 +78,7 @@ def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_st
 
 @given(st.integers(1, 60), st.data(), st.integers(0, 10_000))
 def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st.DataObject, first: int) -> None:
-    steps = data.draw(st.integers(1, inner_steps))
-    length = data.draw(st.integers(1, inner_steps))
+    steps, length = (data.draw(st.integers(1, inner_steps)) for _ in range(2))
     assert sum(trains_at(first + t, steps, inner_steps) for t in range(inner_steps)) == steps
     trained = sum(trains_at(first + t, steps, inner_steps) for t in range(length))
     assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "every range has its share of trained steps"

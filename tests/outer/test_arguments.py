@@ -59,9 +59,7 @@ def tcp(**arguments: Any) -> None:
         (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
     ],
 )
-def test_an_argument_that_can_not_work_is_refused(
-    call: Callable[..., Any], arguments: dict[str, Any], words: str
-) -> None:
+def test_what_can_not_work_is_refused(call: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         call(**arguments)
 

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo, Fragment
 from tests.faults import Fault, FaultyTransport
@@ -95,9 +95,8 @@ def test_without_a_listener_void_rounds_warn_once_with_the_reason_and_what_to_do
     assert swarm.replicas[0].rounds_void == 6
 
 
-def fragment_of(model: nn.Module, **arguments: Any) -> Fragment:
-    inner, outer = torch.optim.SGD(model.parameters()), Nesterov(learning_rate=0.5)
-    (fragment,) = DiLoCo(model, inner, outer_optimizer=outer, compare_arguments=False, **arguments).fragments
+def fragment_of(model: nn.Module) -> Fragment:
+    (fragment,) = DiLoCo(model, torch.optim.SGD(model.parameters()), compare_arguments=False).fragments
     return fragment
 
 

@@ -146,15 +146,13 @@ def full(value: Any) -> Any:
 
 def in_process(case: Case, parts: Sequence[int], keys: Path) -> str:
     """Train replicas that take turns. After each part but the last, continue in new objects."""
-    transport: InProcessTransport | None = None
-    replicas: list[Replica] = []
+    counted, states = InProcessTransport(case.num_replicas).state_dict(), [dict[str, Any]()] * case.num_replicas
     for steps in parts:
-        before, hub = replicas, InProcessTransport(case.num_replicas)
-        replicas = [Replica(m, hub.endpoint(m), case) for m in range(case.num_replicas)]
-        if transport is not None:
-            hub.load_state_dict(transport.state_dict())
-        for replica, other in zip(replicas, before, strict=False):
-            replica.load(other.state())
+        transport = InProcessTransport(case.num_replicas)
+        replicas = [Replica(m, transport.endpoint(m), case) for m in range(case.num_replicas)]
+        transport.load_state_dict(counted)
+        for replica, state in zip(replicas, states, strict=True):
+            replica.load(state)
         for _ in range(steps):
             for replica in replicas:
                 replica.train()
@@ -163,7 +161,7 @@ def in_process(case: Case, parts: Sequence[int], keys: Path) -> str:
                 replica.diloco.finish()
         if steps == STOP:
             assert bool(replicas[0].diloco.in_flight) == (case.schedule.overlap_steps > 0)
-        transport = hub
+        counted, states = transport.state_dict(), [replica.state() for replica in replicas]
     return replicas[0].digest()
 
 

@@ -21,6 +21,10 @@ from diloco.events import RoundCommitted
 from tests.replicas import Swarm
 
 H = 2
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP will not all-gather"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, when it imports its compiler
+]
 
 
 def linear() -> nn.Module:
@@ -184,7 +188,6 @@ def running_means(model: nn.Module) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.endswith("running_mean")]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", MODULES)
 def test_every_tensor_of_an_odd_module_is_averaged_once(kind: str) -> None:
     swarm = pair(MODULES[kind])
@@ -217,8 +220,6 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it imports its compiler
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -242,7 +243,6 @@ def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], 
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
 def test_a_sharded_model_may_be_evaluated_before_any_call() -> None:
     """FSDP2 leaves the whole parameters in the root module after a forward pass without a backward pass."""
     model = sharded(norm())
@@ -264,8 +264,7 @@ def test_a_sharded_model_may_be_evaluated_before_any_call() -> None:
 
 
 def after_others(buffer: Tensor, name: str = "buffer", **kind: bool) -> nn.Module:
-    others = (nn.BatchNorm1d(1, momentum=None) for _ in range(6))
-    return nn.Sequential(*others, holding(buffer, name, **kind))
+    return nn.Sequential(*(nn.BatchNorm1d(1, momentum=None) for _ in range(6)), holding(buffer, name, **kind))
 
 
 def router(bias: float, kind: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -310,9 +309,7 @@ def half_frozen() -> nn.Module:
         (lambda model: setattr(model, "scale", torch.ones(2).long()), r"buffer scale \(2,\) torch.int64"),
     ],
 )
-def test_what_changes_after_the_start_and_is_not_synchronised_is_named(
-    change: Callable[[nn.Module], object], words: str
-) -> None:
+def test_what_changes_and_is_not_synchronised_is_named(change: Callable[[nn.Module], object], words: str) -> None:
     swarm = pair(half_frozen)
     rounds(swarm)
     change(swarm.models[0])

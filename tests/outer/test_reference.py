@@ -1,8 +1,4 @@
-"""The package against Streaming DiLoCo's Algorithm 2 in plain NumPy, from the paper's listing, and sums by hand.
-
-By hand: weights of ones, a constant gradient of 1, inner SGD with lr = 1. Every inner step subtracts 1; every other
-change in a history comes from the outer loop.
-"""
+"""The package against Streaming DiLoCo's Algorithm 2 in plain NumPy, from the paper's listing, and sums by hand."""
 
 import numpy as np
 import pytest
@@ -132,6 +128,7 @@ def ones(replica: int, step: int, model: nn.Module) -> None:
 def test_local_values_after_each_step_are_those_by_hand(
     schedule: SyncSchedule, outer: OuterOptimizer, merge: MergeRule, values: list[list[float]]
 ) -> None:
+    """Gradients are 1 and the inner learning rate 1: each step subtracts 1, and the outer loop does the rest."""
     swarm = Swarm(
         2,
         schedule,
