@@ -41,7 +41,6 @@ from .optim import at as at
 from .optim import digest_state as digest_state
 from .optim import digest_tensors as digest_tensors
 from .partition import FragmentLayout as FragmentLayout
-from .partition import Strategy as Strategy
 from .partition import bind as bind
 from .partition import check_coverage as check_coverage
 from .partition import flatten as flatten
@@ -82,7 +81,6 @@ from .settings import AVERAGES as AVERAGES
 from .settings import CODECS as CODECS
 from .settings import MERGE_RULES as MERGE_RULES
 from .settings import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
-from .settings import Registry as Registry
 from .settings import SyncSettings as SyncSettings
 from .telemetry import measured_outer_step as measured_outer_step
 from .telemetry import sampled_ranges as sampled_ranges
