@@ -1,4 +1,4 @@
-"""Runs of a model of `transformers`, also fine-tuned, or of the user's own, which may freeze, wrap or hide what it holds."""
+"""Runs of a model of `transformers`, also fine-tuned, or of the user's own, which may freeze or hide what it holds."""
 
 import json
 import os
