@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from diloco import connect_process_group
 from diloco.algorithm import Float32, weighted_mean
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
 from diloco.transport import ProcessGroupTransport, ReplicaGroup, RollCall, Transport, fresh_store, weighted_bits
 from diloco.waiting import in_thread
-from tests.outer.test_golden_digests import CASES, PARTS, Replica
+from tests.outer.test_golden_digests import CASES, PARTS, Replica, train_in_parts
 from tests.processes import Processes, receive, report
 from tests.transport.contract import MakeEndpoints, TransportContract, check_void, contribution
 from tests.transport.wires import at_once
@@ -82,15 +84,7 @@ def test_digests_are_those_of_every_other_transport(name: str, parts: tuple[int,
     attempts = [groups.meet(case.num_replicas) for _ in parts]
 
     def live(number: int) -> str:
-        state = None
-        for transports, steps in zip(attempts, parts, strict=True):
-            replica = Replica(number, transports[number], case)
-            with replica.diloco:
-                if state:
-                    replica.load(state)
-                replica.train_alone(steps)
-                state, digest = replica.state(), replica.digest()
-        return digest
+        return train_in_parts(number, case, parts, [nullcontext(transports[number]) for transports in attempts])
 
     assert at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0] == case.digest
 
@@ -257,20 +251,11 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
     refused = pytest.raises(ConfigurationError, match="sharded over 4 ranks, but a replica has 2")
     with connect_process_group(mesh, silence_s=3.0) as transport, refused:
         Replica(transport.replica, transport, CASES["diloco"], sharded=True)
-    shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
-    torch.distributed.fsdp.fully_shard = vars(sys.modules[Replica.__module__])["fully_shard"] = shard
-    digests: dict[str, list[str]] = {}
-    for name, parts in itertools.product(names, PARTS):
-        state = None
-        for steps in parts:
-            with connect_process_group(mesh, silence_s=3.0) as transport:
-                half = Replica(transport.replica, transport, CASES[name], sharded=True)
-                with half.diloco:
-                    if state:
-                        half.load(state)
-                    half.train_alone(steps)
-                    state, digest = half.state(), half.digest()
-        digests.setdefault(name, []).append(digest)
+    digests: dict[str, list[str]] = {name: [] for name in names}
+    with mock.patch(f"{Replica.__module__}.fully_shard", partial(fully_shard, mesh=mesh["shard"])):
+        for name, parts in itertools.product(names, PARTS):
+            transports = (connect_process_group(mesh, silence_s=3.0) for _ in parts)
+            digests[name].append(train_in_parts(rank // 2, CASES[name], parts, transports, sharded=True))
     with connect_process_group(mesh, ranks="whole", silence_s=3.0) as transport:  # the first rank of each talks
         average = transport.average(contribution(transport.replica, codec="fp4")).wait()
     pair = [contribution(replica, codec="fp4") for replica in range(2)]
