@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import threading
 import tracemalloc
 import weakref
@@ -82,6 +83,14 @@ def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relay
     assert sum(cuts) >= 3
     assert relays.opened.count("link") > 3, "connections were opened again"
     assert [each.view.id for each in transports] == [0] * 3
+
+
+def test_a_payload_over_many_connections_arrives_as_it_was_sent(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
+    transports = wires.meet(2)
+    for outer_step in range(3):
+        check_round(transports, outer_step, "fp4")
+    assert all(len(link.stripes) > 1 for each in transports for link in each.connections.peers.values())
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
