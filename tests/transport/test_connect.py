@@ -267,6 +267,13 @@ def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhi
     assert [each.rank for each in alone.transport.known_entries()] == [1, 2]
 
 
+def test_who_is_asked_for_the_members_before_it_has_begun_is_none_itself() -> None:
+    """It had no view to read, so that its control thread named an AttributeError to the user."""
+    meeting = place(0, 2, Address("127.0.0.1", 0))
+    with closing(meeting.transport(rules(), None)) as transport:
+        assert meeting.directory(transport, -1, None).members == ()
+
+
 # The doctor.
 
 

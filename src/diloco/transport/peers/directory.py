@@ -383,9 +383,10 @@ class Directory:
     @property
     def members(self) -> tuple[int, ...]:
         """The members of the view; empty while this process is not a member itself."""
+        if self.transport.views.last_view is None or self.transport.failure is not None:
+            return ()  # who is asked before the start has no view to read
         members = self.transport.view.members
-        is_one = self.transport.views.last_view is not None and self.transport.failure is None
-        return members if is_one and self.transport.replica in members else ()
+        return members if self.transport.replica in members else ()
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         entry, streams = asked.entry, self.connections.streams
