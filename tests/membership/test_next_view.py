@@ -1,6 +1,7 @@
 """Who stays and what follows: the largest set of members that hear each other, and the next view by their reports."""
 
 import random
+import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def test_more_bad_pairs_than_can_be_searched_take_little_time(size: int, share: 
     unheard = [pair for pair in combinations(range(size), 2) if chance.random() < share]
     began_s = time.process_time()
     staying = largest_set(range(size), unheard)
-    assert time.process_time() - began_s < (0.01 if size == 128 else 0.1)
+    slower = 5 if sys.gettrace() else 1  # coverage follows each line
+    assert time.process_time() - began_s < (0.01 if size == 128 else 0.1) * slower
     assert len(staying) >= least
     inside = {*staying}
     assert not any(inside.issuperset(pair) for pair in unheard)

@@ -25,7 +25,7 @@ class Others(Transport):
 
     def __init__(self, outcome: Literal["missed", "diverged", "committed"], *, answer: bool = True) -> None:
         self.replica, self.view, self.outcome = 1, View(1, (0, 1)), outcome
-        self.answers, self.failure, self.held = answer, "", ""
+        self.answers, self.gone, self.held = answer, "", ""
         self.state: Mapping[str, Any] = {}
 
     def average(self, contribution: Contribution) -> Pending:
@@ -50,8 +50,8 @@ class Others(Transport):
         return self.answers
 
     def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        if self.failure:
-            raise TransportError(self.failure)
+        if self.gone:
+            raise TransportError(self.gone)
         return self.state
 
 
@@ -116,7 +116,7 @@ def late_joiner(rank: int, failure: str) -> tuple[list[bool], list[str]]:
         diloco.step()
         adopted.append(torch.equal(diloco.fragments[0].global_params, others.state["global_params"]))
         if step == (2 if rank else 5):
-            others.answers, others.failure = True, "gone." if rank and failure else ""
+            others.answers, others.gone = True, "gone." if rank and failure else ""
     return adopted, [event.text for event in events if isinstance(event, Note)]
 
 

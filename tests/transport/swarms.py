@@ -16,7 +16,6 @@ from diloco.transport import (
     Admission,
     Directory,
     NodePlace,
-    PeerStatus,
     PeerStreams,
     PeerTransport,
     SwarmPlace,
@@ -84,8 +83,6 @@ class Swarms:
             at: further addresses that the peer knows.
             hidden: whether no other peer can open a connection to it.
         """
-        status = PeerStatus()
-        status.seen["name"] = f"peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),
@@ -93,7 +90,7 @@ class Swarms:
             replica=number,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
-            status=status,
+            name=f"peer {number}",
         )
         connected = connect(place, Rules(**(QUICK | rules)), held_step=held_step)
         self.transports.append(connected.transport)
