@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")
+_HUGE_BYTES = 1 << 23  # of four huge pages; for less, asking the kernel takes longer than it saves
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SPINS = 1000
 """The number of times that a waiting libgomp thread polls before it sleeps. This takes about 20 to 50 us: longer than
@@ -221,6 +223,22 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return ``(numel,)`` uninitialised values. Large ones on a CPU are in huge pages where the system has them.
+
+    The first use of a small page takes longer than what is done with it, and a round needs new memory each time.
+    """
+    import torch
+
+    num_bytes = numel * dtype.itemsize
+    if num_bytes < _HUGE_BYTES or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(numel, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The choice of a device and of threads, and evaluation that sees documents as training does."""
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer, PackedTokens
-from diloco.devices import choose_device, choose_threads, gpu_of_process, share, use_device
+from diloco.devices import choose_device, choose_threads, empty, gpu_of_process, share, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
@@ -29,6 +31,27 @@ def test_a_gpu_comes_before_the_cpu_and_one_that_is_absent_is_refused(monkeypatc
         gpu_of_process(2, shared=False)
     with pytest.raises(ConfigurationError, match="'cuda:2' is not available: torch sees 2 CUDA devices"):
         choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(("numel", "dtype"), [(0, torch.uint8), (1, torch.float32), (2_097_151, torch.float32)])
+def test_large_memory_is_released_with_its_last_view(numel: int, dtype: torch.dtype) -> None:
+    """The last one is of 8 MiB less 4 bytes, and is followed by one that is in huge pages."""
+    for size in (numel, numel + 1):
+        values = empty(size, dtype)
+        assert (values.shape, values.dtype, values.is_contiguous()) == ((size,), dtype, True)
+        assert values.fill_(1).sum() == size
+    view = values[-1:]
+    del values
+    assert view.item() == 1
+    before = resident_bytes()
+    held = empty(1 << 24, dtype).fill_(1)
+    assert resident_bytes() > before + held.nbytes // 2
+    del held
+    assert resident_bytes() < before + (1 << 22)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(("device", "current"), [("cpu", []), ("cuda", []), ("cuda:7", [7])])

@@ -25,6 +25,7 @@ from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
 from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanCodec, Uplink, plan_exchange
 from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
+from diloco.devices import empty
 from diloco.errors import CodecError, DivergedError
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
@@ -280,7 +281,7 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
     factors = scale_factors(first.max_norm, decoded())
     addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
     if first.average_rule is None:
-        values = torch.empty(numel, dtype=torch.float32, device=first.payload.device)
+        values = empty(numel, torch.float32, first.payload.device)
         mean_into_(values, addends.values(), total)
     else:
         pairs = ((weights[m], each.mul_(factors.get(m, 1.0))) for m, each in decoded())

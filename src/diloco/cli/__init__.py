@@ -53,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
-        # torch then takes large tensors in huge pages: the page faults of others cost a round a third of its time
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()

@@ -37,6 +37,7 @@ from diloco.algorithm import (
     reshard,
     unflatten_,
 )
+from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.state import GlobalState, Greatest
@@ -184,7 +185,7 @@ class Fragment:
             copying: set[torch.device] = set()
             local, self._room = flatten(self.parameters, room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
-            payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
+            payload = empty(codec.payload_bytes(self.numel), torch.uint8)
             sent: Tensor | None = local
             ready = in_thread(lambda: self._fill(payload, local, copies), "encode", daemon=False)
             self.state.reader = ready
@@ -394,5 +395,6 @@ class Fragment:
         )
 
     def _empty(self) -> Tensor:
-        pinned = self.device.type == "cpu" and self.parameters[0].is_cuda
-        return torch.empty(self.numel, dtype=torch.float32, device=self.device, pin_memory=pinned)
+        if self.device.type == "cpu" and self.parameters[0].is_cuda:
+            return torch.empty(self.numel, dtype=torch.float32, device="cpu", pin_memory=True)
+        return empty(self.numel, torch.float32, self.device)

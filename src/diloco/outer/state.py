@@ -21,7 +21,7 @@ from diloco.algorithm import (
     measured_outer_step,
     named_parameters,
 )
-from diloco.devices import beside_training, to_device
+from diloco.devices import beside_training, empty, to_device
 from diloco.errors import FragmentError
 from diloco.protocol import Average
 from diloco.units import diff
@@ -106,7 +106,7 @@ class GlobalState:
         if step is not None and (step.applied is not average.values or step.version != self.version):
             step = None  # the state has changed since
         with self.changing("" if step is None else step.digest):
-            before = None if not keep else self.values.clone() if step is None else self.values
+            before = None if not keep else _copy(self.values) if step is None else self.values
             if step is None:
                 step = self._stepped(average, self.values, self.outer)
             self.values, self.outer, self._last_mean = step.values, step.outer, step.mean
@@ -180,8 +180,8 @@ class GlobalState:
             return self.tensors() | {"global_params": values, "slots": outer.slots}
 
     def _copies(self) -> tuple[Tensor, OuterState]:
-        slots = {name: values.clone() for name, values in self.outer.slots.items()}
-        return self.values.clone(), OuterState(self.outer.step, slots)
+        slots = {name: _copy(values) for name, values in self.outer.slots.items()}
+        return _copy(self.values), OuterState(self.outer.step, slots)
 
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         """Return the tensors and the outer step of a state; raise `FragmentError` unless it is finite and fits."""
@@ -231,6 +231,10 @@ class GlobalState:
             if queued:
                 torch.cuda.current_stream(self.values.device).wait_event(queued)
             return digest_state(self.values, self.outer)
+
+
+def _copy(values: Tensor) -> Tensor:
+    return empty(values.numel(), values.dtype, values.device).view_as(values).copy_(values)
 
 
 def _named(values: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:

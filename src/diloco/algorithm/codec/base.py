@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.algorithm.codec import native
 from diloco.algorithm.settings import CODECS
+from diloco.devices import empty
 from diloco.errors import CodecError
 
 
@@ -57,7 +58,7 @@ class Codec(abc.ABC):
         """
         _check(f"what {self.name} encodes", values, values.numel(), torch.float32)
         with torch.no_grad():
-            payload = torch.empty(self.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+            payload = empty(self.payload_bytes(values.numel()), torch.uint8, values.device)
             self._encode(values, payload)
         return payload
 
@@ -68,7 +69,7 @@ class Codec(abc.ABC):
         """
         self._check_payload(payload, numel)
         if out is None:
-            out = torch.empty(numel, dtype=torch.float32, device=payload.device)
+            out = empty(numel, torch.float32, payload.device)
         self._check_out(payload, numel, out)
         with torch.no_grad():
             self._decode(payload, out)
@@ -154,7 +155,7 @@ class Codec(abc.ABC):
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
         """Describe what makes a payload of the right size invalid, or return None. This default decodes it."""
-        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
+        values = empty(numel, torch.float32, payload.device)
         self._decode(payload, values)
         return None if math.isfinite(largest_magnitude(values)) else "contains NaN or infinity"
 

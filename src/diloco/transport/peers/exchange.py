@@ -35,7 +35,7 @@ from diloco.algorithm import (
     spread,
     spread_terms,
 )
-from diloco.devices import beside_training, to_device, to_host, usable_cores
+from diloco.devices import beside_training, empty, to_device, to_host, usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.membership import View
 from diloco.protocol import GiveVerdict
@@ -103,7 +103,7 @@ class PayloadExchange:
         # in a reduce-scatter, the pieces of this rank's mean that are not sent yet, and those of the others' means
         self._unsent: deque[tuple[int, tuple[int, int]]] = deque()
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
-        self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
+        self.values = empty(self.contribution.numel, torch.float32)
         self._device = self.values.device  # where contributions are decoded and summed
         for peer in peers.values():  # keep what arrives before the verdict
             peer.open_round(self._tag, contribution.payload.numel() + len(self._extras))
@@ -356,7 +356,7 @@ class PayloadExchange:
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
-        codec, values = self.contribution.codec, torch.empty_like(self.values, device=self._device)
+        codec, values = self.contribution.codec, empty(len(self.values), torch.float32, self._device)
         for piece, (a, b) in enumerate(self._ranges):
             payload = to_device(self._take(member, piece), self._device)
             _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
