@@ -1,8 +1,8 @@
 """The events that report the progress of a run, and the `Sink` protocol of their consumers.
 
-The packages that train and communicate emit events, ``monitor`` consumes them, and ``algorithm`` emits none. Every
-event is a frozen dataclass of plain values. `to_record` turns it into the flat dictionary that becomes one line of
-``metrics.jsonl``: its keys are the field names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
+``outer`` and ``train`` emit events, ``monitor`` and ``watch`` consume them. Every event is a frozen dataclass of plain
+values. `to_record` turns it into the flat dictionary that becomes one line of ``metrics.jsonl``: its keys are the field
+names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
 """
 
 import dataclasses

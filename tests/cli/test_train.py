@@ -287,7 +287,5 @@ def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest
     assert [start["step"] for start in starts] == [0, 0, 6]
     assert read_json(tmp_path / "run" / "summary.json")["steps"] == 8
     assert "is not empty" in refused([*train(files), "--resume-or-start", str(files)], capsys)
-    assert "Leave the former out" in refused(
-        [*line[:-1], str(tmp_path / "new"), "--out", str(tmp_path / "other")], capsys
-    )
+    assert "Drop --out" in refused([*line[:-1], str(tmp_path / "new"), "--out", str(tmp_path / "other")], capsys)
     assert "both given" in refused([*line, "--resume", str(tmp_path / "run")], capsys)

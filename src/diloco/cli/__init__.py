@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted. Messages go to stderr. A
-        `DiLoCoError` is shown without a traceback unless ``--debug`` is words.
+        `DiLoCoError` is shown without a traceback unless ``--debug`` is given.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed

@@ -43,7 +43,7 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     """
     if trained.step is None:
         raise ConfigurationError(
-            f"--push needs a run, which says how the model was trained, and {trained.path} is none."
+            f"--push needs a run, which says how the model was trained, but {trained.path} is not a run."
         )
     settings, checkpoint = read_record(trained.run / CONFIG_FILE), open_checkpoint(trained.path)
     train, sync, inner = settings.train, settings.sync, settings.optimizer

@@ -62,7 +62,7 @@ class PlanSettings(Configuration):
     step_time: tuple[Duration, ...] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
     parameters: str | None = None
-    """Number of parameters, such as 7B, of a model that is not there; its fragments have equal sizes."""
+    """Plan for any model of so many parameters, such as 7B, in fragments of equal size."""
     congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
     """TCP congestion control of the senders; see `sysctl net.ipv4.tcp_congestion_control`."""
     loss: str = "0%"

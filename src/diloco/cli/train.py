@@ -90,7 +90,8 @@ def with_beginning(line: CommandLine) -> CommandLine:
         values = known | {"checkpoint.resume": str(folder)}
         return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
     if values.setdefault("out", folder) != folder:
-        raise ConfigurationError(f"--out {values['out']} is not --resume-or-start {folder}. Leave the former out.")
+        two = f"--out {values['out']} and --resume-or-start {folder} name two run folders"
+        raise ConfigurationError(f"{two}. Drop --out.")
     return dataclasses.replace(line, values=values)
 
 
@@ -266,7 +267,7 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
         known = fleet.directory.listens_at()
         addresses = " ".join([each for each in known if not each.startswith("/ip4/127.")] or known)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        nowhere = "no other peer can join here without a forwarded port, or, after 3 minutes, a `diloco relay` (--join)"
+        nowhere = "nobody can join here yet: forward a port, or --join a `diloco relay` and wait for 3 minutes"
         say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
         return fleet
 
@@ -367,7 +368,7 @@ def _train(
     if in_vain and (role is None or role.is_first):
         say(
             "no round was committed, so the replicas have learned nothing from each other: all "
-            f"{summary['rounds_void']} were void, as metrics.jsonl says why. Remove the cause, then start a new run."
+            f"{summary['rounds_void']} were void; metrics.jsonl says why. Remove the cause, then start a new run."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE

@@ -37,7 +37,8 @@ class TrainedOptions:
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     average_last: Annotated[int, Meta(ge=1)] = 1
-    """Average the weights of so many checkpoints: that one and those before it. For runs whose rate does not decay."""
+    """Average the weights of so many checkpoints: that one and the latest before it. For runs whose learning rate does
+    not decay."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
         """Load it, as `diloco.trained.load_trained` does."""
@@ -161,7 +162,7 @@ class GenerateOptions(AppliedOptions):
     temperature: float = 0.8
     """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
     top_k: int | None = 50
-    """Draw only from this many likeliest tokens. None: from all."""
+    """Draw only from this many likeliest tokens. none: from all."""
     top_p: float | None = None
     """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # what a torch generator accepts
@@ -236,9 +237,8 @@ def _show(pieces: Iterable[str]) -> str:
 class ExportOptions(TrainedOptions):
     """Write a trained model for other programs.
 
-    A folder for transformers' from_pretrained and --init-from (--to hf), or the adapter that a
-    fine-tuning run has trained, for peft (--to adapter), which --merge merges into the weights of the
-    base model instead.
+    --to hf writes a folder for transformers and for --init-from, --to adapter the adapter of a
+    fine-tuning run, for peft. --merge merges that adapter into its base model, and writes the whole model.
 
     Examples:
       diloco export runs/streaming-tiny --out exported

@@ -51,9 +51,9 @@ class CommandLine:
     file: Annotated[Positional[Path | None], arg(metavar="[run.toml]")] = None
     """TOML file with any of the keys below."""
     print_config: bool = False
-    """Print the resolved settings as TOML and the facts that follow, and exit."""
+    """Print the settings as TOML, with what follows from them, and exit."""
     resume_or_start: Annotated[str | None, arg(metavar="RUN")] = None
-    """As --resume, or else begin (with this mirror)."""
+    """Resume from this run folder or mirror, or begin there if it has no checkpoint."""
     help_all: bool = False
     """Show all settings."""
     values: Values = field(default_factory=dict)  # the keys that were set by flags

@@ -167,7 +167,7 @@ def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
         options = command_text("train", flags=_flags(missing)).removeprefix("diloco train ")
         raise ConfigurationError(
             f"The settings at {url} need {options}, and a bucket can't choose that here. Nothing was fetched. Add "
-            "to the command what of it is right."
+            "what you want of it to the command."
         )
 
 

@@ -56,8 +56,8 @@ class NetworkSettings:
     silence: Annotated[Duration, Meta(gt=0)] = 15.0
     """A replica from which nothing is received for this long counts as lost."""
     straggler: Literal["wait", "skip", "dynamic"] = "wait"
-    """swarm: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
-    twice `silence`. Then they continue without that replica, and it rejoins. dynamic: a replica slower than the fastest
+    """swarm: what happens if a contribution is late. wait: the round is void after `round_timeout`; skip: the others
+    continue without that replica after twice `silence`, and it rejoins. dynamic: a replica slower than the fastest
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
     """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
