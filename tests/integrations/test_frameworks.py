@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from diloco import SyncSchedule
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.events import Event, RoundSent
 from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
-from tests.integrations.turns import in_turns
+from tests.integrations.turns import alone_of_two, in_turns
 from tests.lazy import Lazy
 
 accelerate, of_accelerate = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
@@ -218,6 +218,43 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself(mic
         loop.diloco.step()
     assert (loop.diloco.steps, loop.diloco.rounds_committed) == (micro_batches // 4, 1)
     loop.diloco.close()
+
+
+def test_a_state_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Regression: the model and the optimizer were those of the checkpoint when DiLoCo refused its state."""
+    loop = Loop(1, schedule=SyncSchedule(inner_steps=1, overlap_steps=1))
+    loop.accelerator.save_state(str(tmp_path))
+    with torch.no_grad():
+        loop.model.weight += 1
+    loop.optimizer.step()
+    loop.diloco.step()
+    before = loop.model.weight.clone()
+    with pytest.raises(ConfigurationError, match="is in flight"):
+        loop.accelerator.load_state(str(tmp_path))
+    assert torch.equal(loop.model.weight, before)
+    loop.diloco.drain()
+    loop.accelerator.load_state(str(tmp_path))
+    assert not torch.equal(loop.model.weight, before)
+    loop.diloco.close()
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_the_connection_of_accelerate_ends_with_the_error_of_what_failed(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr("diloco.integrations.accelerate.replica_of_each_rank", alone_of_two(ended))
+    max_norm = -1.0 if at == "begin" else None
+
+    def train() -> None:
+        loop = Loop(1, schedule=SyncSchedule(inner_steps=1, overlap_steps=1), max_norm=max_norm)
+        with loop.diloco:
+            loop.optimizer.step()
+            loop.diloco.step()
+
+    with pytest.raises(DiLoCoError) as raised:
+        train()
+    assert ended == [raised.value]
 
 
 def test_a_callback_that_served_a_trainer_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from diloco import SyncSchedule
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
 from diloco.events import Event, RoundSent
 from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
+from tests.integrations.turns import alone_of_two
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
@@ -62,6 +63,24 @@ def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
     replica.end()
     (sent,) = (event for event in events if isinstance(event, RoundSent))
     assert sent.weight == 2 / 3
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_the_connection_ends_with_the_error_of_what_failed(at: str) -> None:
+    """Else the other ranks wait for this one, and DistributedDataParallel goes on without averages."""
+    ended: list[BaseException] = []
+    model = nn.Linear(1, 1)
+    held = list(model.parameters())[: 1 if at == "begin" else 2]
+
+    def train() -> None:
+        replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=1, overlap_steps=1)})
+        replica.begin(model, torch.optim.SGD(held), alone_of_two(ended))
+        replica.step()
+        replica.end()
+
+    with pytest.raises(DiLoCoError) as raised:
+        train()
+    assert ended == [raised.value]
 
 
 @pytest.mark.parametrize("wrong", ["schedule", "local"])

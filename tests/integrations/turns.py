@@ -5,8 +5,9 @@ and tests are exactly reproducible.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from diloco.algorithm import Contribution
@@ -44,3 +45,17 @@ def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[
 
     with ThreadPoolExecutor(replicas) as threads:
         return list(threads.map(run, range(replicas)))
+
+
+def alone_of_two(ended: list[BaseException]) -> Callable[..., AbstractContextManager[Transport]]:
+    """Return what connects a replica to one that sends nothing, and notes the error with which the connection ends."""
+
+    @contextmanager
+    def connect(model: Any = None) -> Iterator[Transport]:
+        try:
+            yield InProcessTransport(2, round_timeout_s=0.01).endpoint(0)
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    return connect

@@ -65,7 +65,11 @@ class AcceleratedDiLoCo(DiLoCo):
         self._connected, self._hooks = ExitStack(), ExitStack()
         if transport is None:
             transport = self._connected.enter_context(replica_of_each_rank(model))
-        super().__init__(bare, inner, transport=transport, **arguments)
+        try:
+            super().__init__(bare, inner, transport=transport, **arguments)
+        except BaseException:
+            self._connected.__exit__(*sys.exc_info())
+            raise
         self._accelerator, self._inner = accelerator, inner
         self._watch = StepWatch(inner)
         self._hooks.callback(self._watch.close)
@@ -91,9 +95,11 @@ class AcceleratedDiLoCo(DiLoCo):
         self._hooks.close()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        super().__exit__(kind, *error)
-        self._connected.__exit__(kind, sys.exception(), None)
-        self.close()
+        try:
+            super().__exit__(kind, *error)
+        finally:  # also if a round in flight has failed
+            self.close()
+            self._connected.__exit__(*sys.exc_info())
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         save_state(Path(folder), self, inner=self._inner)
@@ -102,5 +108,6 @@ class AcceleratedDiLoCo(DiLoCo):
         self._folder = Path(folder)
 
     def _load(self, loading: Callable[..., None], *given: Any, **more: Any) -> None:
+        self._require_nothing_in_flight("loading a state")
         loading(*given, **more)  # the model and the optimizer, which may be those of another rank that is a replica
         load_state(self._folder, self, check_model=False, inner=self._inner)

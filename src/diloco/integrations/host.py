@@ -195,7 +195,11 @@ class HostedReplica:
         bare, self.inner = unwrapped(model, optimizer, transport)
         if transport is None:
             transport = self.at_end.enter_context(replica_of_each_rank(model))
-        self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
+        try:
+            self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
+        except BaseException:
+            self.abandon()
+            raise
         self._watch = StepWatch(self.inner)
         self.at_end.callback(self._watch.close)
         self.training = True
@@ -238,14 +242,16 @@ class HostedReplica:
 
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
-        self.hide()
-        self.begun.end()
-        if instead is None and self.parameters == "global":
-            instead = self.begun.named_global_params()
-        if instead is not None:
-            _hold(self.begun, instead)
-        self.at_end.close()
-        self.abandon()
+        try:
+            self.hide()
+            self.begun.end()
+            if instead is None and self.parameters == "global":
+                instead = self.begun.named_global_params()
+            if instead is not None:
+                _hold(self.begun, instead)
+            self.at_end.close()
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Put the local parameters back and remove the hook from the optimizer; do nothing after `end`."""
