@@ -29,8 +29,8 @@ _PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.a
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
 _CHANGEABLE = (
-    *("train.steps", "train.stop_after", "out", "evaluation", "checkpoint", "monitor"),
-    *("network", "emulate"),
+    *("train.steps", "train.stop_after", "train.activation_checkpointing", "train.global_device"),
+    *("out", "evaluation", "checkpoint", "monitor", "network", "emulate"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
 that `train.steps` stretches the learning-rate schedule, which the run prints a note about. A replica keeps its number
