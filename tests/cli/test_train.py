@@ -12,7 +12,7 @@ from diloco.cli import main
 from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 from tests.runs import of_torchrun
 
 
@@ -25,6 +25,12 @@ def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -
     assert read_json(out / "summary.json")["steps"] == 8
     assert main(["evaluate", str(out), "--json"]) == 0
     assert main(["train", "--resume", str(out), "--steps", "8"]) == 0
+    at_once = tmp_path / "at-once"  # stopped before another step, it has what it resumes from
+    assert main(["train", "--resume", str(checkpoint), "--out", str(at_once), "--stop-after", "6"]) == 0
+    same = ["--train.activation-checkpointing", "full", "--train.global-device", "cpu"]
+    assert main(["train", "--resume", str(at_once), *same]) == 0
+    digests = {read_json(folder / "summary.json")["global_params_digest"] for folder in (out, at_once)}
+    assert len(digests) == 1, "what changes no bit may change"
 
 
 def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> None:
@@ -59,6 +65,17 @@ def test_a_run_that_goes_on_refuses_other_changes_by_name(
         assert word in message
     same = ["--data", str(files / "text.jsonl"), "--replicas", "2", "--preset", "tiny", "--print-config"]
     assert main(["train", "--resume", str(files / "run"), *same]) == 0, "unchanged settings may be given again"
+
+
+def test_a_change_is_recorded_once_the_run_goes_on_with_it(files: Path, tmp_path: Path) -> None:
+    """Regression: after a refusal the number of steps could not be put back, as it may only rise."""
+    shutil.copytree(files, tmp_path / "files")
+    run = tmp_path / "files" / "run"
+    shutil.copyfile(files / "run.toml", tmp_path / "files" / "text.jsonl")
+    record = (run / "config.toml").read_text().replace(str(files), str(tmp_path / "files"))
+    (run / "config.toml").write_text(record)
+    assert main(["train", "--resume", str(run), "--steps", "900"]) == 1, "the data have changed"
+    assert (run / "config.toml").read_text() == record
 
 
 @pytest.mark.parametrize("command", ["train --resume RUN", "finetune --resume RUN", "evaluate RUN"])
@@ -107,6 +124,45 @@ def test_a_run_that_never_began_leaves_no_folder(
     assert "torch.optim" in refused([*arguments, "--optimizer.name", "AdamZ"], capsys)
     assert not out.exists()
     assert main(arguments) == 0
+
+
+def test_only_what_an_attempt_has_written_is_deleted(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: without --replica, a machine of replica 1 alone lost its checkpoints with the failed attempt."""
+    run = tmp_path / "run"
+    shutil.copytree(files / "run", run / "replica-1")
+    before = sorted(run.rglob("*"))
+
+    def fails(*_: object) -> int:
+        (run / "metrics.jsonl").touch()
+        return 130
+
+    monkeypatch.setattr("diloco.train.launch", fails)
+    resume = ["train", "--resume", str(run), "--transport", "tcp"]
+    assert main(resume) == 130
+    assert "the state is saved. To resume: " in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
+    assert main([*train(files, "--transport", "tcp", "--out", str(tmp_path / "new"))]) == 130
+    assert "stopped; nothing was saved" in capsys.readouterr().err
+
+
+def test_a_replica_goes_on_in_no_folder_of_another_run(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(train(files, "--out", str(tmp_path / "run"), "--replicas", "1", "--stop-after", "3")) == 0
+    over_tcp = ["--transport", "tcp", "--replica", "0", "--join", f"127.0.0.1:{free_port()}"]
+    resume = ["train", "--resume", str(tmp_path / "run"), *over_tcp]
+    assert "is not empty" in refused([*resume, "--out", str(files / "run")], capsys)
+    assert main([*resume, "--out", str(tmp_path / "new")]) == 0
+
+
+def test_a_run_that_was_killed_before_it_began_does_not_block_its_folder(files: Path, tmp_path: Path) -> None:
+    """Regression: the empty logs of processes that were killed while they waited for each other."""
+    (tmp_path / "replica-1").mkdir()
+    for name in ("metrics.jsonl", "identity.key", "replica-1/metrics.jsonl", "replica-1/diloco.lock"):
+        (tmp_path / name).touch()
+    assert main(train(files, "--out", str(tmp_path), "--steps", "2")) == 0
 
 
 def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

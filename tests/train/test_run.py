@@ -11,13 +11,14 @@ import torch
 from diloco.algorithm import RoundId
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
-from diloco.errors import CheckpointError, ConfigurationError, NonFiniteError
+from diloco.data import split_documents
+from diloco.errors import CheckpointError, ConfigurationError, DataError, NonFiniteError
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.command_lines import command_line
 from tests.faults import Fault, FaultyTransport
-from tests.runs import Listener, train, write_text
+from tests.runs import Listener, numbered, train, write_text
 
 CONTRACT = """heldout_loss perplexity bits_per_byte tokens steps sent_bytes_per_replica received_bytes_per_replica
 data_parallel_bytes_per_replica compute_utilization wall_s rounds_committed rounds_void global_params_digest"""
@@ -97,6 +98,18 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, tmp_p
     assert trained.model.num_parameters() == plain["parameters"]
     started = train(data, tmp_path / "run", f"--steps 2 --learning-rate 1e-9 --init-from {tmp_path / 'plain'}")
     assert started["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
+
+
+def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Regression: the run failed at its first evaluation, which may be its end."""
+    sides = [*split_documents([*map(str, range(999)), *numbered(60)], 0.01)]
+    heldout = next(text for text, held_out in sides if held_out)  # a number
+    texts = [heldout, *(text for text, held_out in sides if not held_out)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.raises(DataError, match="held-out tokens, but one sequence of 16 needs 17"):
+        train(path, tmp_path / "run", "--data.heldout-fraction 0.01")
+    assert not (tmp_path / "run").exists()
 
 
 def test_resuming_with_other_data_or_other_processes_is_refused(data: Path, tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from unittest import mock
 import pytest
 
 from diloco.algorithm import Contribution
+from diloco.checkpoint import Mirror
 from diloco.cli import main
+from diloco.errors import NonFiniteError
 from diloco.events import StepFinished
 from diloco.train import Session, StopAsked, StopRequest, launch
 from diloco.transport import NetworkSettings, PeerTransport, Pending
 from tests.commands import LIMIT_S
-from tests.processes import Processes, free_port
+from tests.processes import Processes, free_port, receive, report
 from tests.runs import SMALL
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -136,6 +138,36 @@ def test_replicas_that_are_signalled_at_different_moments_stop_together(data: Pa
     for name in ("steps", "global_params_digest", "rounds_committed"):
         assert len({summary[name] for summary in summaries}) == 1, name
     assert {summary["rounds_void"] for summary in summaries} == {0}
+
+
+def fail_before_an_upload_ends(number: int, data: Path, out: Path, port: int) -> int:
+    """Train as one of two replicas. The second one fails, and its last upload ends when the test says so."""
+    done, close = Session.step, Mirror.close
+
+    def step(session: Session) -> StepFinished:
+        if number == 1 and session.totals.steps == 6:
+            raise NonFiniteError("The gradient norm is NaN.")
+        return done(session)
+
+    def upload(mirror: Mirror) -> None:
+        if number == 1:
+            report("uploads")
+            receive(LIMIT_S)
+        close(mirror)
+
+    words = f"train {SMALL} {data} --transport tcp --join 127.0.0.1:{port} --replica {number} --out {out}"
+    more = f"--checkpoint.mirror {out}-copy --monitor.console quiet"
+    with mock.patch.object(Session, "step", step), mock.patch.object(Mirror, "close", upload):
+        return main(f"{words} {more}".split())
+
+
+def test_no_replica_waits_for_the_upload_of_one_that_has_failed(data: Path, tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, fail_before_an_upload_ends, data, tmp_path / "run", free_port())
+        assert processes.next_report(1, LIMIT_S) == "uploads"
+        assert processes.results(60.0, ranks=[0]) == {0: 1}
+        processes.send(1, None)
+        assert processes.results(LIMIT_S, ranks=[1]) == {1: 1}
 
 
 class Started:

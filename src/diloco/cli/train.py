@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from diloco.algorithm import check_number
-from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time, write_whole
+from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time
 from diloco.cli import DONE, FAILED, INTERRUPTED
 from diloco.config import (
     CONFIG_FILE,
@@ -84,15 +84,19 @@ def with_beginning(line: CommandLine) -> CommandLine:
             model = {"model.source": f"hf:{values['folder']}"} if "folder" in values else {}  # diloco finetune
             known |= chosen_places(dataclasses.replace(line, values=model | known))
         _fetch(place, folder, known, must=line.resume_or_start is None)
-    from diloco.checkpoint import list_checkpoints
-
-    if any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints")))):
+    if _has_checkpoints(folder):
         values = known | {"checkpoint.resume": str(folder)}
         return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
     if values.setdefault("out", folder) != folder:
         two = f"--out {values['out']} and --resume-or-start {folder} name two run folders"
         raise ConfigurationError(f"{two}. Drop --out.")
     return dataclasses.replace(line, values=values)
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    from diloco.checkpoint import list_checkpoints
+
+    return any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints"))))
 
 
 def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> None:
@@ -249,7 +253,8 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
-        say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
+        resume = f"the state is saved. To resume: {resume_command(settings, folder)}"
+        say(f"stopped; {resume if _has_checkpoints(folder) else 'nothing was saved, as no step was done'}")
     return code
 
 
@@ -334,14 +339,9 @@ def _train(
     For a tracker, a process with all replicas is a single run; any other process is one run of a group. Without a
     role, it holds all replicas, or is a peer of a swarm.
     """
-    from diloco.data import load_tokenizer
     from diloco.monitor import make_sinks
     from diloco.train import OVER, run_training
 
-    if plan.source is not None and (meet is None or (folder / CONFIG_FILE).exists()):  # it may continue with changes
-        if role is None and folder != plan.source:
-            load_tokenizer(plan.source).save(folder)
-        write_whole(folder / CONFIG_FILE, plan.record)
     settings, home, group = plan.configuration, folder.resolve(), None
     monitor, name = settings.monitor, home.name
     if role is not None:
@@ -383,19 +383,20 @@ def _claimed(
     ``again``: a run that was killed before its first checkpoint begins again in its folder. ``locked``: by the process
     that started this one, whose lock this one has inherited.
 
-    The folder of a run that did not start is cleared and removed, so that the next attempt can use it.
+    What a run that did not start has written is deleted, so that the next attempt can use the folder.
     """
-    resumes = plan.source is not None and (of_rank or folder.resolve() == plan.source.resolve())
+    out = plan.configuration.out or plan.source
+    resumes = plan.source is not None and out is not None and out.resolve() == plan.source.resolve()
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
     with nullcontext(-1) if locked else lock_folder(folder) as lock:
-        begins_again = again and (folder / CONFIG_FILE).exists()
-        occupied = not (resumes or begins_again) and bool(_files(folder, of_rank=of_rank))
+        begins_again, before = again and (folder / CONFIG_FILE).exists(), _files(folder, of_rank=of_rank)
+        occupied = not (resumes or begins_again) and any(map(_has_begun, before))
         try:
             yield lock, occupied
         finally:
             if not occupied and not (folder / CONFIG_FILE).exists():
-                for entry in _files(folder, of_rank=of_rank):
+                for entry in {*_files(folder, of_rank=of_rank)} - {*before}:
                     if entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry, ignore_errors=True)
                     else:
@@ -415,8 +416,18 @@ def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
 
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:
     """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
-    entries, others = folder.iterdir(), ("replica-", "rank-") if of_rank else ()
-    return [e for e in entries if e.name != LOCK_FILE and not (e.is_dir() and e.name.startswith(others))]
+    return [each for each in folder.iterdir() if each.name != LOCK_FILE and not (of_rank and _is_of_rank(each))]
+
+
+def _is_of_rank(entry: Path) -> bool:
+    return entry.is_dir() and entry.name.startswith(("replica-", "rank-"))
+
+
+def _has_begun(entry: Path) -> bool:
+    """Return whether ``entry`` is more than a run leaves behind that is killed before it has met the others."""
+    if _is_of_rank(entry):
+        return any(map(_has_begun, entry.iterdir()))
+    return entry.name not in (LOCK_FILE, "metrics.jsonl", "identity.key")
 
 
 def _not_empty(folder: Path) -> ConfigurationError:

@@ -70,7 +70,7 @@ class Attempt:
             self.shared.set(_FOLDER, str(self.folder))
 
 
-def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], _: Attempt | None) -> Fleet:
+def _over_tcp(run: RunSettings, role: Role, _: Path, facts: Mapping[str, str], __: Attempt | None) -> Fleet:
     """Connect to the other ranks of this replica and to the other replicas."""
     settings, group = run.network, ReplicaGroup(replica=role.replica)
     assert role.rendezvous is not None, "replicas over TCP meet somewhere"
@@ -91,7 +91,7 @@ def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    fleet = Fleet.meet(place, rules, held_step=_held_step(run, role, folder), group=group)
+    fleet = Fleet.meet(place, rules, held_step=_held_step(run, role), group=group)
     hosts = {rank: parse_address(entry.address).host for rank, entry in fleet.directory.entries.items()}
     choose_threads([*hosts.values()].count(hosts[place.rank]))
     return fleet
@@ -116,7 +116,7 @@ def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> At
 
 
 def _in_process_groups(
-    run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], attempt: Attempt | None
+    run: RunSettings, role: Role, _: Path, facts: Mapping[str, str], attempt: Attempt | None
 ) -> Fleet:
     """Connect all ranks that torchrun has started: M replicas of S ranks."""
     settings, torchrun, device = run.network, role.torchrun, choose_device(run.train.device)
@@ -141,7 +141,7 @@ def _in_process_groups(
     try:
         _compare(group, facts)
         transport.agree(facts)
-        mine = str(_held_step(run, role, folder))
+        mine = str(_held_step(run, role))
         steps = dict(enumerate(map(int, roll.meet("checkpoints", mine, settings.start_timeout_s))))
     except BaseException as error:
         roll.close(str(error))
@@ -215,9 +215,9 @@ NETWORKS: Mapping[str, Callable[[RunSettings, Role, Path, Mapping[str, str], Att
 its rank, what must be the same on all ranks, and what torchrun has started, if it has started all replicas."""
 
 
-def _held_step(run: RunSettings, role: Role, folder: Path) -> int:
-    resume, home = run.checkpoint.resume, folder.parent if role.position else folder
-    return -1 if resume is None else held_step(home, role.replica, Path(resume))
+def _held_step(run: RunSettings, role: Role) -> int:
+    resume = run.checkpoint.resume
+    return -1 if resume is None else held_step(role.replica, Path(resume))
 
 
 def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:

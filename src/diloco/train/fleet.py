@@ -6,7 +6,8 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -162,9 +163,15 @@ class Fleet:
         reasons = self.group.gather_texts(str(self.transport.failure or ""))
         return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
-    def explained(self, error: Exception) -> Exception:
-        """Return the error to raise for one that training has raised, which may be that of another rank."""
-        return error if self._roll is None else self._roll.explained(error)
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Disconnect when the block ends. An error that the loss of another rank has caused then names that rank."""
+        try:
+            yield
+        except (RuntimeError, ReplicaLostError) as error:
+            raise (error if self._roll is None else self._roll.explained(error)) from error.__cause__
+        finally:
+            self.close()
 
     def close_to_joiners(self, reason: str) -> None:
         """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""

@@ -157,11 +157,11 @@ def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
     replica.sampler.join_at(totals.steps)
 
 
-def find_beginning(session: Session, home: Path) -> str | None:
+def find_beginning(session: Session) -> str | None:
     """Bring a new session to the point from which its run continues: that of the other replicas, or a checkpoint.
 
     Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
-    ``home`` is the run folder of the replicas. Return what the run continues from, for the log; None: from step 0.
+    Return what the run continues from, for the log; None: from step 0.
     """
     fleet = session.fleet
     if fleet.joining:
@@ -178,8 +178,8 @@ def find_beginning(session: Session, home: Path) -> str | None:
                 f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
                 "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
             )
-        name = f"step-{min(steps.values()):08d}"
-        path = next((each.path for each in _newest(home, fleet.local[0], name)), home / "checkpoints" / name)
+        common = _run_folder(path) / "checkpoints" / f"step-{min(steps.values()):08d}"
+        path = next((each.path for each in _newest(common, fleet.local[0])), common)
     with fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
         _check_same_run(session, checkpoint)
@@ -214,19 +214,24 @@ def held_checkpoint(resume: str | None) -> tuple[int, int | None, str]:
     return checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm
 
 
-def held_step(home: Path, replica: int, resume: Path) -> int:
-    """Return the step from which a rank could resume: that of ``resume``, or else the newest; -1 for none."""
-    name = resume.name if resume.name.startswith("step-") else ""
-    return max((checkpoint.step for checkpoint in _newest(home, replica, name)), default=-1)
+def held_step(replica: int, resume: Path) -> int:
+    """Return the newest step from which a replica could resume, as ``--resume`` names it; -1 for none."""
+    return max((checkpoint.step for checkpoint in _newest(resume, replica)), default=-1)
 
 
-def _newest(home: Path, replica: int, name: str) -> list[Checkpoint]:
-    """Return the newest checkpoints of a replica, or those called ``name``: of all replicas, and of it alone.
+def _newest(resume: Path, replica: int) -> list[Checkpoint]:
+    """Return the newest checkpoints of a replica: of all replicas, and of it alone; or those of the step in ``resume``.
 
-    One process saves all replicas in the folder around ``home``, in which a process of the replica's own saves.
+    One process saves all replicas in the run folder, in which a process of the replica's own saves in its own folder.
     """
-    newest = []
-    for folder in (home.parent, home) if replica else (home,):
+    run, name, newest = _run_folder(resume), resume.name if resume.name.startswith("step-") else "", []
+    for folder in (run, run / f"replica-{replica}") if replica else (run,):
         named = [each for each in list_checkpoints(folder / "checkpoints") if name in ("", each.path.name)]
         newest += [each for each in named if replica in replicas_in(each)][-1:]
     return newest
+
+
+def _run_folder(resume: Path) -> Path:
+    """Return the run folder of what ``--resume`` names: itself, or the one that holds this checkpoint."""
+    path = resume.absolute()
+    return next((each.parent for each in (path, path.parent) if each.name == "checkpoints"), resume)

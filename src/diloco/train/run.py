@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
-from diloco.data import build_corpus
+from diloco.data import build_corpus, heldout_batches
 from diloco.devices import choose_threads, release_memory, usable_cores, use_device
-from diloco.errors import ReplicaLostError, TransportError
+from diloco.errors import TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -61,7 +61,7 @@ def run_training(
     """Train according to ``settings`` and write all results to ``folder``, which is created if missing.
 
     Args:
-        config_toml: the settings as text, written to ``config.toml`` if the run is new.
+        config_toml: the settings as text, written to ``config.toml`` once all replicas accept them.
         notes: sentences for the sink at the start.
         meet: connects to the processes of the other replicas. None: all replicas train in this process.
 
@@ -71,6 +71,7 @@ def run_training(
     choose_threads()
     device = use_device(settings.train.device)
     corpus = build_corpus(settings.data, settings.train.sequence_length)
+    heldout_batches(corpus.heldout, settings.train.sequence_length, 1, 1)  # too few tokens: not only after the training
     release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
@@ -81,30 +82,26 @@ def run_training(
     mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
     fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings).endpoints)
     seed_process(settings.seed, fleet.local[0])
-    session: Session | None = None
 
     def emit(event: Event) -> None:
         sink.handle(event)
         fleet.place.publish(event)
 
-    try:
+    # it disconnects before the rest ends, so that no replica waits for the last upload of one that has failed
+    with ExitStack() as at_end, fleet.connected():
         session = Session(settings, corpus, fleet, device, emit, initial, mine)
+        at_end.callback(session.close)
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, home)
+        resumed_from = find_beginning(session)
         with fleet.group.all_or_none():
             if resumed_from is None or not (folder / "config.toml").exists():
                 make_private_folder(folder)
-                write_whole(folder / "config.toml", config_toml)
                 corpus.tokenizer.save(folder)
+            write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
         run = _Run(session, emit, folder, home, resumed_from)
-        with run.mirroring(), closing(run.writer):
-            return run.train(notes)
-    except (RuntimeError, ReplicaLostError) as error:
-        raise fleet.explained(error) from error.__cause__
-    finally:
-        if session is not None:
-            session.close()
-        fleet.close()
+        at_end.enter_context(run.mirroring())
+        at_end.enter_context(closing(run.writer))
+        return run.train(notes)
 
 
 @dataclasses.dataclass
@@ -117,7 +114,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.settings = self.session.settings
-        self.saved_at = self.step if self.resumed_from else -1
+        here = self.home / "checkpoints" / f"step-{self.step:08d}"
+        self.saved_at = self.step if self.resumed_from and Path(self.resumed_from).resolve() == here.resolve() else -1
         self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
         self.mirror: Mirror | None = None
