@@ -175,6 +175,17 @@ def test_nobody_can_fill_the_memory(
     assert time.process_time() - began_s < 10.0
 
 
+def test_who_contributes_to_more_rounds_than_a_view_has_is_lost(member: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(member.machine.rounds), "MOST_EARLY", 20)
+    for n in range(20):
+        member.hear(2, Header(3, (n, 0), 2, 1.0, 1.0, "d"))
+    assert member.machine.views.change is None
+    member.hear(2, Header(3, (20, 0), 2, 1.0, 1.0, "d"))
+    assert (change := member.machine.views.change) is not None
+    assert change.mine.lost == {1}
+    assert "rank 2 sent messages about too many rounds" in change.why
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_strangers_together_can_not_fill_the_memory_either(rank: Rank, begun: bool, memory: Callable[[], int]) -> None:
     """Also before there are views, such as those that connect to a peer that searches for a swarm."""

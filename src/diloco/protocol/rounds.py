@@ -19,8 +19,6 @@ from diloco.protocol.wire import Header, RoundVote, WireMessage
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
-# most rounds that one rank may contribute to before this rank has begun them: more than a view can have
-_MOST_EARLY = 4096
 MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
 _RECENT_ROUNDS = 32  # most recent rounds of a member that count for that
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
@@ -31,6 +29,8 @@ _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 class Rounds:
     """The rounds of the current view, and this rank's contributions, which wait while no view is active."""
+
+    MOST_EARLY = 4096  # that one rank may contribute to before this one has begun them: more than a view can have
 
     def __init__(self, rules: Rules, outbox: Outbox) -> None:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
@@ -193,10 +193,14 @@ class Rounds:
         """Return why a member can't refer to a round, or "": it is too far ahead, or one of too many."""
         if message.round.outer_step > max(self.greatest_step, self._newest + _LEAST_LEAD_STEPS):
             return f"{message.round}, which no member can have begun"
-        early = (each for each in self._rounds.values() if sender in each.headers and not each.was_begun)
-        if isinstance(message, Header) and sum(1 for _ in early) >= _MOST_EARLY:
+        if isinstance(message, Header) and self._are_too_many_early(sender):
             return "too many rounds that this rank has not begun"
         return ""
+
+    def _are_too_many_early(self, sender: int) -> bool:
+        most = self.MOST_EARLY  # counted only when there can be so many, since each header comes by here
+        early = (sender in each.headers and not each.was_begun for each in self._rounds.values())
+        return len(self._rounds) >= most and sum(early) >= most
 
     def receive_header(self, sender: int, header: Header) -> None:
         known = self._rounds.get(header.round)
