@@ -24,6 +24,11 @@ _MAX_PAUSE_S = 30.0  # longest pause between two reports
 _WAITS: dict[object, tuple[Callable[[], str], float]] = {}  # those of this process: what for, and since when
 
 
+def elapsed_s() -> float:
+    """Return a time that no setting of the clock changes, and that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
+
+
 def in_thread(function: Callable[[], T], name: str, *, daemon: bool = True) -> Future[T]:
     """Call ``function`` in a thread. The future gets its result or its error.
 

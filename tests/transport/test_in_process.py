@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,16 @@ class TestInProcessContract(TransportContract):
             return endpoints_of(InProcessTransport(num_replicas))
 
         return make
+
+
+def test_a_transport_of_your_own_may_set_whatever_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `failure` and `fetched_bytes`, which others compute, Python said that they have no setter."""
+    monkeypatch.setattr(Transport, "__abstractmethods__", frozenset())
+    names = re.findall(r"^        (\w+(?:, \w+)*):", Transport.__doc__ or "", re.MULTILINE)
+    mine = type("Mine", (Transport,), {})()
+    for name in ", ".join(names).split(", "):
+        setattr(mine, name, "given")
+    assert {"replica", "view", "failure", "fetched_bytes", "sent_bytes"} <= vars(mine).keys()
 
 
 @pytest.mark.parametrize("damage", [lambda payload: payload[:-1], lambda payload: torch.full_like(payload, 255)])

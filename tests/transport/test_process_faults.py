@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -261,3 +262,36 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario
         for step in together:
             assert joiner.digests[step][fragment] == others[0].digests[step][fragment]
     assert joiner.committed.items() <= others[0].committed.items()
+
+
+def present(rank: int, number: int, address: Address, *, is_last: bool) -> None:
+    """Be a member until told to end, or until this process takes part in no more rounds."""
+    connected = connect(Place(replica=number, num_replicas=3, rendezvous=address), RULES)
+    transport = connected.transport
+    if connected.joining:
+        join(connected, LIMIT_S)
+    report(transport.address)
+    if is_last:
+        transport.connections.wait_for(lambda: transport.failure, LIMIT_S)
+        report((str(transport.failure), transport.view.members))
+    else:
+        receive(LIMIT_S)
+    transport.close()
+
+
+def test_who_was_replaced_while_it_stood_still_does_not_go_on_alone_once_all_others_have_ended() -> None:
+    """It has stood still for less than a silence. What it was told has to be read before anything is written."""
+    with rendezvous(3) as address, Processes() as processes:
+        for number in range(3):
+            processes.start(1, partial(present, is_last=number == 2), number, address)
+        addresses = [processes.next_report(rank, LIMIT_S) for rank in range(3)]
+        processes.freeze(2)
+        processes.start(1, partial(present, is_last=False), 2, addresses[0])
+        assert processes.next_report(3, LIMIT_S)
+        for rank in (0, 1, 3):
+            processes.send(rank, "end")
+        processes.results(LIMIT_S, (0, 1, 3))
+        processes.thaw(2)
+        why, members = processes.next_report(2, LIMIT_S)
+    assert "continued without replica 2: another process has taken its place" in why
+    assert members == (0, 1, 2)

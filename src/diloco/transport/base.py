@@ -50,6 +50,7 @@ class Transport(abc.ABC):
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
         ranks_per_replica: the number of ranks that shard a replica's model; 0: not known.
+        failure: why this replica takes part in no more rounds, or None if it does.
         network: the emulated links on a virtual clock; None: links are real, or infinitely fast.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
@@ -61,10 +62,8 @@ class Transport(abc.ABC):
     ranks_per_replica: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-
-    @property
-    def fetched_bytes(self) -> int:
-        return 0
+    fetched_bytes: int = 0
+    failure: TransportError | None = None
 
     @abc.abstractmethod
     def average(self, contribution: Contribution) -> Pending:
@@ -145,11 +144,6 @@ class Transport(abc.ABC):
         """
 
     # What a run asks of it. The defaults are right where all replicas train in one process.
-
-    @property
-    def failure(self) -> TransportError | None:
-        """Why this replica takes part in no more rounds, or None if it does."""
-        return None
 
     def names(self) -> Mapping[str, str]:
         """Return the names of the replicas that have one, by number; no two are the same."""

@@ -123,7 +123,7 @@ class ProcessGroupTransport(Transport):
         self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=self.ranks_per_replica)
         self._source: SnapshotSource | None = None
         self._in_flight: set[RoundId] = set()
-        self._agreements, self._fetched_bytes = itertools.count(), 0
+        self._agreements = itertools.count()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # why a collective has failed: gloo ends a process in which another one meets what is left of it
         self._broken: Exception | None = None
@@ -286,10 +286,6 @@ class ProcessGroupTransport(Transport):
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._source = source
 
-    @property
-    def fetched_bytes(self) -> int:
-        return self._fetched_bytes
-
     def fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
     ) -> Future[Mapping[str, Any]]:
@@ -312,7 +308,7 @@ class ProcessGroupTransport(Transport):
         state, values = offer.allocate()
         for part in values.parts:
             self._receive(torch.frombuffer(part, dtype=torch.uint8), rank)
-        self._fetched_bytes += values.size_bytes
+        self.fetched_bytes += values.size_bytes
         return state
 
     def _receive(self, data: Tensor, rank: int) -> Tensor:

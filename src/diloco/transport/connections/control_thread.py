@@ -12,7 +12,6 @@ import logging
 import selectors
 import ssl
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
@@ -23,6 +22,7 @@ from diloco.errors import TransportError
 from diloco.protocol import Effects, Machine, MessageError, Rules, Timer
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
+from diloco.waiting import elapsed_s
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +48,13 @@ class _Selector(selectors.DefaultSelector):
         return super().select(0)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Notices that the machine was suspended, as others that it does not hear any more may have gone on meanwhile."""
+
+    def time(self) -> float:
+        return elapsed_s()
+
+
 class ControlThread:
     """A daemon thread with an event loop, running when the constructor returns.
 
@@ -67,7 +74,7 @@ class ControlThread:
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._ending: asyncio.Task[None] | None = None
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
-        self.loop = asyncio.SelectorEventLoop(_Selector())
+        self.loop = _Loop(_Selector())
         self.loop.set_exception_handler(self._log_failure)
         self._thread = threading.Thread(target=self._run, name=f"diloco-control-{self.rank}", daemon=True)
         self._thread.start()
@@ -155,7 +162,7 @@ class ControlThread:
             return
         try:
             with self.changed:
-                effects = self.machine.handle(time.monotonic(), act, *arguments, **more)
+                effects = self.machine.handle(self.loop.time(), act, *arguments, **more)
                 self.changed.notify_all()
         except Exception as error:
             if act == self.machine.receive and isinstance(error, MessageError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from diloco.membership import View
 from diloco.protocol import Average, Commit, GiveVerdict, Submitted
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
-from diloco.waiting import at_once, in_thread
+from diloco.waiting import at_once, elapsed_s, in_thread
 
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
@@ -33,8 +32,8 @@ class PeerPending:
     contribution: Contribution | None  # None once the round is decided
     transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes
     on_commit: Callable[[Average], None] | None  # gets the average as soon as there is one, in another thread
-    sent_s: float = field(default_factory=time.monotonic)
-    decided_s: float | None = None  # when the round was decided, by `time.monotonic`; None until then
+    sent_s: float = field(default_factory=elapsed_s)
+    decided_s: float | None = None  # when the round was decided, by `elapsed_s`; None until then
     void: bool = False  # whether the round is void
     exchange: PayloadExchange | None = None  # the last one; None before the first, and once the round is decided
     outcome: Average | TransportError | None = None  # None until the round is decided, and after `wait`
@@ -48,7 +47,7 @@ class PeerPending:
     def decide(self, decision: Commit | TransportError) -> None:
         """End the round, unless it has ended already."""
         if self.decided_s is None:
-            outcome, decided_s = decision, time.monotonic()
+            outcome, decided_s = decision, elapsed_s()
             if isinstance(outcome, Commit):
                 assert self.exchange is not None, "this rank has voted"
                 outcome = Average(**vars(self.exchange.mean) | vars(outcome))
@@ -61,7 +60,7 @@ class PeerPending:
     def wait(self) -> Average:
         if self.done.is_set() and self.outcome is None:
             raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
-        started_s = time.monotonic()
+        started_s = elapsed_s()
         allowed_s = self.transport.rules.guard_s
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
             missing = self.transport.missing(self.round)
@@ -74,7 +73,7 @@ class PeerPending:
             )
         outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None
-        waited_s = time.monotonic() - started_s
+        waited_s = elapsed_s() - started_s
         self.transport.count(self, outcome, waited_s)
         if isinstance(outcome, TransportError):
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
@@ -39,10 +38,11 @@ from diloco.transport.connections.streams import within
 from diloco.transport.connections.stripe import MOST_MESSAGE_BYTES
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
 from diloco.transport.peers.state import StateTransfer
-from diloco.waiting import in_thread, waiting_for
+from diloco.waiting import elapsed_s, in_thread, waiting_for
 
 _LEAVING_S = 3.0
 _ENDING_S = 2.0
+_MOST_CALLS = 64  # at a time: anybody may ask for one
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 
 
@@ -79,8 +79,9 @@ class PeerTransport(Transport):
         self.last_transfer: tuple[int, float] | None = None
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
-        self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
+        self._ticks, self._measured_s, self._waited_s = 0, elapsed_s(), 0.0
         self._state = StateTransfer(self.connections)
+        self._calling: set[int] = set()  # ranks to which connections are being opened, as they can't
 
     @property
     def address(self) -> Address:
@@ -96,8 +97,7 @@ class PeerTransport(Transport):
         self._machine.rounds.step = step
 
     @property
-    def failure(self) -> TransportError | None:
-        """Why this rank takes part in no more rounds, or None if it does."""
+    def failure(self) -> TransportError | None:  # type: ignore[override]  # nobody sets it here
         fault = self.connections.fault
         return TransportError(fault) if fault else self.views.failure
 
@@ -180,7 +180,7 @@ class PeerTransport(Transport):
         self._state.publish(source, version)
 
     @property
-    def fetched_bytes(self) -> int:
+    def fetched_bytes(self) -> int:  # type: ignore[override]  # as above
         return self._state.fetched_bytes
 
     def fetch(
@@ -389,9 +389,12 @@ class PeerTransport(Transport):
         streams, rank, known = self.connections.streams, entry.rank, self.connections.entries.get(entry.rank)
         if rank in self.rules.ranks(self.view.members) and known is not None and known.address != entry.address:
             return  # nobody else can take a member's place, or that of this process
-        if streams.named and rank not in {self.rules.rank, *self.connections.connected}:  # over TCP it connects itself
-            self.connections.begin(self._call_back(entry.rank, streams.locate(entry)))
+        there = {self.rules.rank, *self.connections.connected, *self._calling}
+        if streams.named and rank not in there and len(self._calling) < _MOST_CALLS:  # over TCP it connects itself
+            self._calling.add(rank)
+            self.connections.begin(self._call_back(rank, streams.locate(entry)))
 
     async def _call_back(self, rank: int, address: Address) -> None:
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
             await within(self.rules.silence_s, self.connections.connect(rank, address))
+        self._calling.discard(rank)

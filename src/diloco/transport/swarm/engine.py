@@ -22,6 +22,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 from diloco.units import visible
+from diloco.waiting import elapsed_s
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 # what a peer relays for two others before it ends their connection, which they then open again
@@ -100,10 +101,10 @@ class NetworkClock:
     """The time that the peers of a network share, in seconds since 1970; it starts from this machine's clock."""
 
     def __init__(self) -> None:
-        self._ahead_s = time.time() - _elapsed_s()
+        self._ahead_s = time.time() - elapsed_s()
 
     def now_s(self) -> float:
-        return _elapsed_s() + self._ahead_s
+        return elapsed_s() + self._ahead_s
 
     def enter(self, ahead_s: Sequence[float]) -> None:
         """Adopt the time of a network.
@@ -119,11 +120,6 @@ class NetworkClock:
         """
         if finite := [each for each in ahead_s if math.isfinite(each)]:
             self._ahead_s += statistics.median_low(finite)
-
-
-def _elapsed_s() -> float:
-    """Return a time that no setting of the clock changes, and that goes on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def in_short(error: BaseException) -> str:
