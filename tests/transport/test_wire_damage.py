@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import socket
+import struct
+import sys
 import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
@@ -91,6 +95,95 @@ def test_a_payload_over_many_connections_arrives_as_it_was_sent(wires: Wires, mo
     for outer_step in range(3):
         check_round(transports, outer_step, "fp4")
     assert all(len(link.stripes) > 1 for each in transports for link in each.connections.peers.values())
+
+
+def test_a_view_that_grows_or_shrinks_while_payloads_are_on_their_way_changes_the_number_of_stripes(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the stripes that end had not delivered is sent over the others."""
+    monkeypatch.delattr(socket, "TCP_INFO")
+    transports = wires.meet(2)
+    peers = [each.connections.peers[1 - each.replica] for each in transports]
+    outer_steps = itertools.count()
+    for others, stripes in ((1, 32), (4, 8), (1, 32)):
+        ended = [stripe.ended for peer in peers for stripe in peer.stripes.values()]
+        step = next(outer_steps)
+        given = [contribution(each.replica, step) for each in transports]
+        pending = [each.average(one) for each, one in zip(transports, given, strict=True)]
+        for transport in transports:  # the other members are none of this test
+            ranks = [1 - transport.replica, *range(10, 9 + others)]
+            transport.connections.post(transport.links.want, ranks)
+        averages = [each.wait() for each in pending]
+        assert all(torch.equal(each.values, weighted_mean(given).values) for each in averages), step
+        for _ in range(100):
+            check_round(transports, next(outer_steps))
+            if [len(peer.stripes) for peer in peers] == [stripes] * 2:
+                break
+        assert [len(peer.stripes) for peer in peers] == [stripes] * 2
+        assert sum(each.done() for each in ended) == max(0, len(ended) - 2 * stripes)
+    assert [each.failure for each in transports] == [None, None]
+
+
+def test_a_stripe_whose_kernel_holds_back_what_it_was_given_takes_nothing_and_keeps_its_pace(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(socket, "TCP_INFO")
+    transports = wires.meet(2)
+    for outer_step in range(3):
+        check_round(transports, outer_step)
+    (peer,) = transports[0].connections.peers.values()
+    slow, *others = peer.stripes.values()
+    assert others
+    paces = list[tuple[Any, int, int]]()
+
+    def write(stripe: Any, usual: Callable[[Any], None], part: Any) -> None:
+        told = (
+            stripe._socket.getsockopt(socket.SOL_SOCKET, 47, struct.calcsize("L")) if sys.platform == "linux" else b""
+        )
+        paces.append((stripe, peer._needed, int.from_bytes(told, sys.byteorder)))
+        usual(part)
+
+    for stripe in peer.stripes.values():
+        monkeypatch.setattr(stripe, "write", partial(write, stripe, stripe.write))
+    monkeypatch.setattr(slow, "counters", lambda: type(others[0].counters())(unsent=1 << 30))
+    peer.pace.bits_per_s = peer.pace.seen_bits_per_s = 80e6
+    check_round(transports, 3)
+    assert slow not in [stripe for stripe, *_ in paces]
+    if sys.platform == "linux":
+        _, needed, bytes_per_s = paces[0]
+        assert bytes_per_s == int(80e6 / needed / 8)
+
+
+def test_small_parts_that_come_early_take_little_more_memory_than_large_ones(wires: Wires) -> None:
+    """Each took 650 bytes, and was counted as 256."""
+    transports, tag = wires.meet(2), 1 << 40
+    peer, stripe = transports[0].connections.peers[1], sys.modules["diloco.transport.connections.stripe"]
+
+    async def arrive() -> None:
+        peer.open_round(tag, 1 << 24)
+        for number in range(1 << 18):
+            peer.arrived(stripe.Head(b"D", tag << 17 | number % (1 << 17), 1 << 20, number, 1), memoryview(b"x"))
+
+    tracemalloc.start()
+    with pytest.raises(TransportError, match="more arrived early for a round"):
+        transports[0].connections.call(arrive())
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+
+
+def test_who_reads_no_acknowledgements_has_them_pile_up_on_no_stripe(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member could send many small parts, and take as much memory as it sent."""
+    transports = wires.meet(2)
+    check_round(transports)
+    (link,) = transports[0].connections.peers.values()
+    (stripe,) = link.stripes.values()
+    monkeypatch.setattr(stripe.transport, "get_write_buffer_size", lambda: 1 << 20)
+    check_round(transports, 1)
+    assert stripe.ended.result() == "the other side does not read what it is told"
+    assert link.stripes
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
@@ -216,6 +309,19 @@ def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run
 
 
 # Control connections.
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no clock of others goes on")
+def test_a_machine_that_slept_until_the_others_had_ended_does_not_go_on_alone(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monotonic clock stands still meanwhile, so they seemed to have ended just now: it made a second history."""
+    first, second = wires.meet(2, continue_without_lost=True)
+    check_round([first, second])
+    now_s = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: now_s(clock) + 3600.0)
+    first.close()
+    assert isinstance(outcome(second), ReplicaLostError)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -14,7 +14,7 @@ from diloco.membership import Rank, View
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import pauses
-from diloco.transport.connections.pace import streams_to_each
+from diloco.transport.connections.pace import MOST_STRIPES, streams_to_each
 from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.streams import Done, Stream, ask, pack
 from diloco.transport.connections.stripe import Stripe
@@ -26,7 +26,7 @@ _RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one
 class LinkAsked(WireMessage, tag="link"):
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
-    number: Annotated[int, Meta(ge=0, lt=64)]  # of the stripe
+    number: Annotated[int, Meta(ge=0, lt=MOST_STRIPES)]  # of the stripe
 
 
 class PeerLinks:
@@ -55,13 +55,10 @@ class PeerLinks:
     def want(self, ranks: Collection[int]) -> None:
         """Keep stripes to these ranks from now on, as they are members."""
         self._wanted = frozenset(ranks)
-        number = streams_to_each(len(ranks))
-        for rank, peer in self.connections.peers.items():
+        for peer in self.connections.peers.values():
             self.begin(peer)
-            if rank in self._wanted:
-                for task in peer.keeping[number:]:
-                    task.cancel()
-                del peer.keeping[number:]
+            if peer.wanted:
+                self._keep_enough(peer)
 
     def begin(self, peer: Peer) -> None:
         """Open the first stripe to a peer, if it is wanted now."""
@@ -78,6 +75,15 @@ class PeerLinks:
             stream[1].transport.abort()
             raise OSError(f"another process answers in place of rank {peer.rank}")
         return stream
+
+    def _keep_enough(self, peer: Peer) -> None:
+        """Keep as many stripes as the number of peers leaves to each, if the first one shows that many are of use."""
+        number = streams_to_each(len(self._wanted))
+        for task in peer.keeping[number:]:
+            task.cancel()
+        del peer.keeping[number:]
+        if peer.dials and not peer.single and not all(stripe.near for stripe in peer.stripes.values()):
+            self.keep_at_least(peer, number)
 
     def keep_at_least(self, peer: Peer, number: int) -> None:
         peer.keeping += [self.connections.begin(self._keep(peer, each)) for each in range(len(peer.keeping), number)]
@@ -129,8 +135,7 @@ class PeerLinks:
             if stripe.ended.done() or peer.ended:  # by what has already arrived
                 return
             peer.add(index, stripe)
-            if peer.dials and not stripe.near and not peer.single:
-                self.keep_at_least(peer, streams_to_each(len(self._wanted)))
+            self._keep_enough(peer)
             await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:
             stripe.end()

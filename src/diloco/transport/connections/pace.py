@@ -29,7 +29,7 @@ _FUTILE = 32  # full transfers without a pace after one that did not lower the l
 _SHARE = 1.1  # of the uplink that the links may use together: more than all of it, to find a faster path
 _HELD = 0.9  # a link that sends at this part of its share, or at more, is held by it
 _HIGHER = 1.07  # a rate of more than so many times the highest one shows a faster path; less than `_SHARE`
-_STRIPES = 32  # to all other replicas together
+MOST_STRIPES = 32  # to all other replicas together
 
 
 def streams_to_each(others: int) -> int:
@@ -41,7 +41,7 @@ def streams_to_each(others: int) -> int:
     >>> streams_to_each(1), streams_to_each(3), streams_to_each(80)
     (32, 11, 1)
     """
-    return max(1, round(_STRIPES / max(1, others)))
+    return max(1, round(MOST_STRIPES / max(1, others)))
 
 
 class TcpCounters(NamedTuple):

@@ -41,7 +41,7 @@ MOST_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 
 HEAD = struct.Struct(">cQIII")
 
-_KEPT_BYTES = 256  # what it takes to keep a part, apart from its data
+_MOST_MESSAGES = 1 << 13  # of a round, from one peer: pieces of its contribution, and of its mean
 LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
 
 _LEVEL = 1
@@ -115,8 +115,9 @@ class Early:
         """Keep a copy of a part that has not arrived before."""
         if (head.tag, head.start) in self.parts:
             return
-        self._bytes += len(data) + _KEPT_BYTES
-        if self._bytes > 2 * self.most_bytes + MOST_PART_BYTES:
+        self._bytes += len(data)
+        most_parts = 2 * self.most_bytes // LEAST_PART_BYTES + _MOST_MESSAGES  # each takes 650 bytes besides its data
+        if self._bytes > 2 * self.most_bytes + MOST_PART_BYTES or len(self.parts) > most_parts:
             raise TransportError(f"more arrived early for a round than its {self.most_bytes} bytes")
         self.parts[head.tag, head.start] = head, memoryview(bytes(data))
 
@@ -163,6 +164,7 @@ _MAX_PACING_RATE = 47  # a socket option of Linux that Python does not name: byt
 _NO_PACE = (1 << 8 * struct.calcsize("L")) - 1
 _BUFFER_BYTES = 2 * (HEAD.size + MOST_PART_BYTES)  # receive buffer of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that the threshold is always reached
+_MOST_UNREAD_BYTES = 2 * MOST_PART_BYTES  # a part that is being sent, and acknowledgements
 _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all of it has arrived
 
 
@@ -306,6 +308,8 @@ class Stripe(asyncio.BufferedProtocol):
             return
         if taken and not self.transport.is_closing():
             self.transport.write(b"".join(taken))
+            if self.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+                why = why or "the other side does not read what it is told"
         if why:
             self.end(why)
         if self._begun == self._filled:
