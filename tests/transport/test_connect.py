@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.protocol import Entry, note
-from diloco.transport import Address, Directory, TcpDirectory, TcpStreams, connect, examine, parse_address
+from diloco.transport import Address, Directory, Members, TcpDirectory, TcpStreams, connect, examine, parse_address
 from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
@@ -272,6 +273,37 @@ def test_who_is_asked_for_the_members_before_it_has_begun_is_none_itself() -> No
     meeting = place(0, 2, Address("127.0.0.1", 0))
     with closing(meeting.transport(rules(), None)) as transport:
         assert meeting.directory(transport, -1, None).members == ()
+
+
+def test_a_joiner_has_all_members_asked_at_once_to_open_a_connection(
+    alone: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, each had cost it a silence if the member had gone that it could not reach."""
+    asked, all_are = list[Address](), asyncio.Event()
+
+    async def ask(place: Address, unreachable: int) -> None:
+        asked.append(place)
+        if len(asked) == 3:
+            all_are.set()
+        await all_are.wait()
+
+    monkeypatch.setattr(TcpStreams, "named", True)
+    monkeypatch.setattr(alone, "ask", ask)
+    monkeypatch.setattr(alone, "arrives", mock.AsyncMock(return_value=False))
+    found = Members(tuple(Entry(rank, f"a:{rank}") for rank in range(1, 5)), (1, 2, 3, 4))
+    assert not alone.connections.call(alone._called_back(found, 4), LIMIT_S)
+    assert sorted(map(str, asked)) == ["a:1", "a:2", "a:3"]
+
+
+def test_a_joiner_that_asks_a_member_again_looks_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a swarm it looked into the DHT before each attempt, which takes seconds on a busy machine."""
+    with rendezvous(2) as address:
+        patient = rules(rendezvous_timeout_s=20.0)
+        both = at_once([lambda m=m: connect(place(m, 2, address), patient) for m in range(2)])
+    with contextlib.ExitStack() as open_ones:
+        first, _ = (each for each in both if open_ones.enter_context(closing(each.transport)))
+        monkeypatch.setattr(first, "addresses", mock.AsyncMock(side_effect=AssertionError("it looks up others")))
+        first.connections.call(first.refresh(), LIMIT_S)
 
 
 # The doctor.

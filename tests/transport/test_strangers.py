@@ -7,10 +7,12 @@ import itertools
 import os
 import socket
 import ssl
+import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,13 +20,15 @@ import pytest
 import torch
 
 from diloco.membership import NextView, View
-from diloco.protocol import Entry, Welcome
+from diloco.protocol import Beat, Entry, Welcome
 from diloco.transport import (
     Address,
     Admission,
     Credentials,
+    Directory,
     Members,
     PeerTransport,
+    TcpDirectory,
     TcpStreams,
     connect,
     load_identity,
@@ -32,7 +36,7 @@ from diloco.transport import (
 )
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import answering, place, rules
-from tests.transport.relays import Relays, Unit, frame, part, plain_stranger_at, said_to, stranger_at, unframe
+from tests.transport.relays import FRAME, Relays, Unit, frame, part, plain_stranger_at, said_to, stranger_at, unframe
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, answer_to, streams_of
 from tests.transport.wires import QUICK, Wires, at_once, rendezvous
 
@@ -115,9 +119,13 @@ def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
     with ExitStack() as idle:
         address = live.transports[0].address
         first = idle.enter_context(closing(plain_stranger_at(address)))
+        tracemalloc.start()
         for _ in range(300):
             idle.enter_context(closing(plain_stranger_at(address)))
         assert first.recv(1) == b"", "the oldest one is closed"
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < 60 << 20, "each takes a quarter of a megabyte, for TLS"
         with closing(stranger_at(address)) as honest:
             honest.sendall(frame({"kind": "probe"}))
             assert honest.recv(4) == b"DLC3"
@@ -182,22 +190,191 @@ class Name(Address):
         return self.host
 
 
-def test_a_stranger_has_few_connections_however_often_it_opens_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that came again in place of another did not count."""
-    monkeypatch.setattr(TcpStreams, "named", True)  # as in a swarm: the key of a process is its address
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Directory]:
+    """That of the only member of a view. As in a swarm, the key of a process is its address, and gives it a number."""
+    monkeypatch.setattr(TcpStreams, "named", True)
     monkeypatch.setattr(TcpStreams, "address", lambda _, text: Name(text, 0))
-    transport, credentials = PeerTransport(rules(rank=0), TcpStreams()), Credentials("tcp", "")
-    place, me = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1"), credentials.public_key
-    with closing(transport), ExitStack() as stack:
+    monkeypatch.setattr(TcpStreams, "locate", lambda _, entry: Name(entry.address, 0))
+    monkeypatch.setattr(TcpStreams, "owns", lambda _, identity, rank: rank == number_of(identity))
+    transport = PeerTransport(rules(rank=0), TcpStreams())
+    with closing(transport):
+        place = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
+        directory = TcpDirectory(transport, (Entry(0, "me"),), place)
         transport.begin(View.of(1), member=True)
-        transport.connections.entries[1] = Entry(1, "who only asks in that number, and keeps nobody out")
+        yield directory
+
+
+def number_of(identity: str) -> int:
+    return int(identity[:7], 16)
+
+
+class Caller:
+    """A process with a key of its own, which opens connections to a member of a swarm, or accepts them."""
+
+    def __init__(self, member: Directory, stack: ExitStack) -> None:
+        self.place, self.stack, self.credentials = member.connections.address, stack, Credentials("tcp", "")
+        self.identity = member.connections.streams.identity_of(self.credentials.public_key)
+
+    def opens(self, message: dict[str, Any]) -> ssl.SSLSocket:
+        stream = self.stack.enter_context(self.credentials.opening.wrap_socket(plain_stranger_at(self.place)))
+        stream.sendall(frame(message))
+        assert stream.recv(1) == b"+"
+        return stream
+
+    def hello(self, rank: int, name: str = "") -> ssl.SSLSocket:
+        return self.opens({"kind": "hello", "rank": rank, "address": self.identity, "hello": name or f"{rank}"})
+
+    def greets(self, ranks: Iterable[int]) -> Address:
+        """Return where it answers those that connect to it, as one rank after the other."""
+        listening = self.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def serve() -> None:
+            for rank in ranks:
+                raw = listening.accept()[0]
+                stream = self.stack.enter_context(self.credentials.listening.wrap_socket(raw, server_side=True))
+                stream.sendall(b"+")
+                assert said(stream)["kind"] == "hello"
+                stream.sendall(frame({"kind": "greeting", "rank": rank}))
+
+        threading.Thread(target=serve, daemon=True).start()
+        return Address(*listening.getsockname())
+
+    def ask(self, rank: int, **more: Any) -> dict[str, Any]:
+        return said(self.opens({"kind": "ask", "entry": {"rank": rank, "address": self.identity} | more}))
+
+
+def said(stream: ssl.SSLSocket) -> dict[str, Any]:
+    """Return the next message but for heartbeats."""
+    while True:
+        data = stream.recv(FRAME.size)
+        size = len(data) + FRAME.unpack(data)[1]
+        while len(data) < size:
+            data += stream.recv(size - len(data))
+        if (message := unframe(data))["kind"] != "beat":
+            return message
+
+
+@contextmanager
+def beating(stream: ssl.SSLSocket) -> Iterator[None]:
+    """Send heartbeats, as a process that is there."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(OSError):
+            while not done.wait(QUICK["heartbeat_s"] / 4):
+                stream.sendall(frame({"kind": "beat"}))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+def test_a_stranger_has_few_connections_however_often_it_opens_each(alone: Directory) -> None:
+    """One that came again in place of another did not count, nor did one that it had this process open."""
+    connections = alone.connections
+    with ExitStack() as stack:
+        stranger = Caller(alone, stack)
+        connections.entries[1] = Entry(1, "who only asks in that number, and keeps nobody out")
         for number in range(24):
-            stranger = stack.enter_context(credentials.opening.wrap_socket(plain_stranger_at(place)))
-            hello = {"kind": "hello", "rank": 1 + number // 2, "address": transport.connections.streams.identity_of(me)}
-            stranger.sendall(frame(hello | {"hello": f"{number}"}))
-            assert stranger.recv(1) == b"+"
-            assert unframe(stranger.recv(1 << 12))["kind"] == "greeting"
-        assert len(transport.connections.connected) <= 5, "one may be about to be dropped"
+            assert said(stranger.hello(1 + number // 2, f"{number}"))["kind"] == "greeting"
+        assert len(connections.connected) <= 5, "one may be about to be dropped"
+        place = stranger.greets(range(50, 60))
+        for rank in range(50, 60):
+            connections.call(connections.connect(rank, place))
+        assert len(connections.connected) <= 5
+        assert not any(peer.trusted for peer in connections.peers.values())
+
+
+def test_a_stranger_that_stays_in_the_number_of_another_one_keeps_it_out_of_nothing(alone: Directory) -> None:
+    """Whose key it follows from has it, until somebody is a member."""
+    with ExitStack() as stack:
+        stranger, owner = Caller(alone, stack), Caller(alone, stack)
+        number = number_of(owner.identity)
+        stays = stranger.hello(number)
+        assert said(stays)["kind"] == "greeting"
+        assert stranger.ask(number)["kind"] == "members", "it has asked in that number, too"
+        with beating(stays):
+            assert owner.ask(number)["kind"] == "members"
+            joins = owner.hello(number)
+            assert said(joins)["kind"] == "greeting"
+        assert said(stays)["kind"] == "excluded"
+        with beating(joins):
+            for answer in (said(stranger.hello(number, "again")), stranger.ask(number)):
+                assert answer["kind"] == "refused"
+        assert alone.connections.identity(number) == owner.identity
+
+
+def test_of_two_that_take_the_place_of_one_that_is_silent_the_second_has_to_wait_for_the_first(
+    alone: Directory,
+) -> None:
+    """Both had waited for the silent one to answer, and the second one then ended the connection of the first."""
+    with ExitStack() as stack:
+        silent, *both = (Caller(alone, stack) for _ in range(3))
+        assert said(silent.hello(1))["kind"] == "greeting"
+
+        def comes(caller: Caller) -> str:
+            answer = said(stream := caller.hello(1))["kind"]
+            if answer == "greeting":
+                stack.enter_context(beating(stream))
+            return str(answer)
+
+        assert sorted(at_once([partial(comes, each) for each in both])) == ["greeting", "refused"]
+
+
+def test_who_stood_still_does_not_give_away_the_place_of_one_that_it_has_yet_to_hear(live: Live) -> None:
+    """It had heard nothing for longer than two heartbeats, and so took another process for that one at once."""
+    connections = live.transports[0].connections
+    stood_still_since_s = connections.loop.time() - 60.0
+    assert connections.call(connections.peers[1].answers(stood_still_since_s, QUICK["heartbeat_s"]))
+
+
+def test_a_member_that_is_told_to_open_connections_opens_one_to_each_and_few_at_a_time(
+    alone: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may ask the others for one, as often as it likes."""
+    dialled, released = list[int](), asyncio.Event()
+
+    async def connect(rank: int, address: Address) -> None:
+        dialled.append(rank)
+        await released.wait()
+
+    async def introduce() -> None:
+        for rank in (7, 7, *range(100, 300)):
+            alone.transport._introduce(Entry(rank, f"peer {rank}"))
+        await asyncio.sleep(0)
+        released.set()
+
+    monkeypatch.setattr(alone.connections, "connect", connect)
+    alone.connections.call(introduce())
+    assert dialled == [7, *range(100, 163)]
+
+
+def test_strangers_that_name_many_places_do_not_keep_the_table_from_joiners(alone: Directory) -> None:
+    """The answer became too long to be sent."""
+    connections, many = alone.connections, ("x" * 4000,) * 4
+    connections._unknown_peers = type(connections._unknown_peers)(256, 256)  # as many as of 64 keys
+    with ExitStack() as stack:
+        stranger = Caller(alone, stack)
+        for rank in range(1, 71):
+            assert said(stranger.hello(rank))["kind"] == "greeting"
+            connections.entries[rank] = Entry(rank, stranger.identity, places=many)  # as it has asked
+        answer = Caller(alone, stack).ask(1000)
+    assert (answer["kind"], answer["members"]) == ("members", [0])
+
+
+def test_who_does_not_read_an_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = sys.modules["diloco.transport.connections.streams"]
+    monkeypatch.setattr(streams, "ANSWER_S", 0.01)
+
+    async def say() -> list[type]:
+        reader, writer = mock.Mock(), mock.Mock(drain=asyncio.Event().wait)
+        done, _ = await asyncio.wait([asyncio.ensure_future(streams.say(Beat(), reader, writer))], timeout=SOON_S)
+        return [type(each.exception()) for each in done]
+
+    assert asyncio.run(say()) == [TimeoutError]
 
 
 def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from diloco.errors import RendezvousError
+from diloco.errors import RendezvousError, TransportError
 from diloco.transport import (
     Address,
     Admission,
@@ -82,6 +82,15 @@ def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatc
         monkeypatch.setattr(Node, "find", mock.AsyncMock(return_value=records))
         with pytest.raises(RendezvousError, match=words):
             swarms.peer(0, **PATIENCE)
+
+
+def test_a_search_that_the_dht_fails_ends_with_an_error_after_which_it_is_repeated(
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors have no common base class, so that they ended the process with a traceback."""
+    monkeypatch.setattr(Node, "find", mock.AsyncMock(side_effect=RuntimeError("the daemon has ended")))
+    with pytest.raises(TransportError, match="the peers of the run can't be looked up: the daemon has ended"):
+        swarms.peer(0, **PATIENCE)
 
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from diloco.algorithm import Contribution, SendersMean, make_codec
 from diloco.errors import RoundVoidError, TransportError
+from diloco.protocol import Store
 from diloco.transport import PeerTransport, Transport
 from diloco.waiting import in_thread
 from tests.gpus import Cuda, on_gpu
@@ -192,6 +193,19 @@ def test_an_error_in_the_owners_callback_and_a_message_over_the_limit_end_their_
     assert averaged(second) == (1,)
     with pytest.raises(ConnectionRefusedError), closing(stranger_at(first.address)):
         pass
+
+
+def test_an_error_of_this_process_about_what_another_one_has_sent_is_not_the_others(wires: Wires) -> None:
+    """It was lost, one member after the other, if the disk was full, say."""
+
+    def is_full(rank: int, value: bytes) -> None:
+        raise OSError("no space is left")
+
+    first, second = wires.meet(2, continue_without_lost=True)
+    first.connections.receivers["order"] = is_full
+    second.connections.post(second.connections.send, 0, Store("order", b""))
+    with pytest.raises(TransportError, match=r"internal error \(OSError: no space is left\)"):
+        averaged(first)
 
 
 def test_an_error_of_who_takes_the_average_ends_the_wait_for_it(wires: Wires) -> None:

@@ -19,7 +19,18 @@ from msgspec import Meta
 
 from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
-from diloco.protocol import Beat, Entry, Excluded, GivenUp, Message, Refused, Rules, Store, WireMessage
+from diloco.protocol import (
+    Beat,
+    Entry,
+    Excluded,
+    GivenUp,
+    Message,
+    MessageError,
+    Refused,
+    Rules,
+    Store,
+    WireMessage,
+)
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
@@ -50,8 +61,9 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 _INQUIRIES, _INQUIRY_S = 6, 2.0  # within about a second, and for each answer
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
-MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
-"""Limits on connections that are not control connections: they request a service or have sent nothing yet."""
+MOST_OPEN, MOST_OPEN_OF_ONE = 128, 64
+"""Limits on connections that are not control connections: they request a service or have sent nothing yet. Each takes
+300 kB for TLS."""
 MOST_ARRIVALS, ARRIVALS_S = 1024, 16.0
 """Limit on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
@@ -125,7 +137,11 @@ class ConnectionManager(ControlThread):
         for rank in self._members:
             self._unknown_peers.leave(rank)
         for rank, peer in self.peers.items():
-            peer.trusted = peer.opened or rank in self._members
+            peer.trusted = self._trusts(rank, opened=peer.opened)
+
+    def _trusts(self, rank: int, *, opened: bool) -> bool:
+        """Return whether a rank is a member; for who is none itself yet, those are that it has dialled."""
+        return rank in self._members or (opened and self.rank not in self._members)
 
     async def open(self, address: Address) -> Stream:
         """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
@@ -137,17 +153,20 @@ class ConnectionManager(ControlThread):
 
     async def claimed(self, rank: int, writer: asyncio.StreamWriter) -> str:
         """Return why the process behind an accepted connection can't be ``rank``, as another one is; "" if it can."""
+        streams, identity = self.streams, self.streams.identity(writer)
         if rank == self.rank:
-            mine = self.streams.identity(writer) == self.streams.me
-            return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other, streams = self.peers.get(rank), self.streams
-        if other is None or streams.process(other.writer) == streams.process(writer):
-            return ""
-        is_copy = streams.identity(other.writer) == streams.identity(writer)
-        if not await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
-            return ""
-        copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
-        return f"rank {rank} is connected from {other.address}, which still answers{copied}"
+            return "" if identity == streams.me else f"rank {rank} is the process that was asked, at {self.address}"
+        while (other := self.peers.get(rank)) is not None and streams.process(other.writer) != streams.process(writer):
+            before = streams.identity(other.writer)
+            if rank not in self._members and streams.owns(identity, rank) and not streams.owns(before, rank):
+                break  # anybody may connect in its number
+            if await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
+                is_copy = before == identity
+                copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
+                return f"rank {rank} is connected from {other.address}, which still answers{copied}"
+            if self.peers.get(rank) is other:  # else a third process has taken its place meanwhile
+                break
+        return ""
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -239,13 +258,9 @@ class ConnectionManager(ControlThread):
         rank, address = hello.rank, self.streams.address(hello.address)
         if rank == self.rank or rank >= self.most_ranks:
             return
-        identity, known = self.streams.identity(writer), self.entries.get(rank)
-        if self.streams.named and identity != str(address):
+        identity = self.streams.identity(writer)
+        if (self.streams.named and identity != str(address)) or self._is_anothers(rank, identity):
             return
-        if self.streams.named and known is not None and known.address != identity:
-            if rank in self._members or self.rank not in self._members:
-                return
-            del self.entries[rank]  # of who asked a member in that number, which keeps nobody out
         crossed, answered = self._hellos.get(rank, ("", None))
         if answered is not None and self.rank < rank:
             await answered.wait()
@@ -254,11 +269,19 @@ class ConnectionManager(ControlThread):
         if reason := await self.claimed(rank, writer):
             writer.write(pack(Refused(reason)))
             return
+        if self._is_anothers(rank, identity):  # by now
+            return
+        if self.streams.named and rank in self.entries and self.entries[rank].address != identity:
+            del self.entries[rank]
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
-        unknown = self.streams.named and rank not in self._members
-        if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
-            self.drop({self.peers[out]: "too many connected peers are not members"})
+
+    def _is_anothers(self, rank: int, identity: str) -> bool:
+        """Return whether a rank is that of another peer. Who only asked a member in that number keeps nobody out."""
+        known = self.entries.get(rank)
+        if not self.streams.named or known is None or known.address == identity:
+            return False
+        return rank in self._members or not (self.rank in self._members or self.streams.owns(identity, rank))
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -269,7 +292,7 @@ class ConnectionManager(ControlThread):
         if before := self.peers.get(rank):
             before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
-        number, trusted = next(self._numbers), opened or rank in self._members
+        number, trusted = next(self._numbers), self._trusts(rank, opened=opened)
         dials = self.rank < rank if self.streams.named else opened
         peer = Peer(rank, number, address, writer, token, opened, trusted, dials, crossed, self.meter)
         self.peers[rank] = peer
@@ -277,11 +300,19 @@ class ConnectionManager(ControlThread):
         self.handle(self.machine.connect, rank, number, str(address))
         peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()
+        identities = (self.streams.identity(writer),)
+        if self.streams.named and not trusted and (out := self._unknown_peers.enter(rank, identities)) is not None:
+            self.drop({self.peers[out]: "too many connected peers are not members"})
 
     def _deliver(self, rank: int, message: Message) -> None:
         self.handle(self.machine.receive, rank, message)
         if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
-            receive(rank, message.value)
+            try:
+                receive(rank, message.value)
+            except MessageError:
+                raise
+            except Exception as error:  # of this process; its sender would be taken for lost
+                self.fail(error)
 
     async def _listen_to(self, peer: Peer, reader: asyncio.StreamReader) -> None:
         ended = await peer.listen(reader, self.arrived, self._deliver)

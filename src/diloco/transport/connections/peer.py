@@ -134,11 +134,13 @@ class Peer:
 
         A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
         """
-        num_messages, until_s = self.num_messages, heard_s + 2 * heartbeat_s
+        num_messages = self.num_messages
+        # a process that stood still has heard nothing meanwhile, and has yet to read what has arrived
+        until_s = max(heard_s + 2 * heartbeat_s, self._loop.time() + heartbeat_s)
         while not self.writer.is_closing() and self._loop.time() < until_s:
+            await asyncio.sleep(heartbeat_s / 8)
             if self.num_messages > num_messages:
                 return True
-            await asyncio.sleep(heartbeat_s / 8)
         return False
 
     def hang_up(self) -> None:

@@ -265,6 +265,10 @@ class TcpStreams:
         """Return whether a process that knows the secret may connect."""
         return True
 
+    def owns(self, identity: str, rank: int) -> bool:
+        """Return whether a rank follows from an identity, so that no other process can prove it."""
+        return False
+
     def identity_of(self, key: bytes) -> str:
         return hashlib.sha256(key).hexdigest()
 

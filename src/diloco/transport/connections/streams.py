@@ -152,10 +152,11 @@ async def question(
 
 
 async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Send an answer, and wait until the asking process ends the connection.
+    """Send an answer, and wait for a while until the asking process ends the connection.
 
     When one side closes a stream of libp2p, the daemon drops what the other side has not read yet.
     """
     writer.write(pack(answer))
-    await writer.drain()
-    await within(ANSWER_S, reader.read(1))
+    async with asyncio.timeout(ANSWER_S):
+        await writer.drain()
+        await reader.read(1)

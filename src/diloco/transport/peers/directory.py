@@ -29,6 +29,7 @@ from diloco.transport.connections.streams import Done, NotNowError, question, sa
 from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
+_MOST_JOINERS = 32  # of which a joiner is told: a message has room for no more, if they are strangers
 _OVER_S = 2.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 
@@ -351,13 +352,16 @@ class Directory:
     async def _called_back(self, found: Members, rank: int) -> bool:
         """Ask the members to have ``rank`` open the connection, and return whether it did."""
         streams = self.connections.streams
-        others = (each for each in found.members if each != rank and each in found.entries)
-        for other in others if streams.named and rank in found.members else ():
+        if not streams.named or rank not in found.members:
+            return False
+        others = [each for each in found.members if each != rank and each in found.entries]
+
+        async def ask(other: int) -> None:
             with contextlib.suppress(OSError, EOFError, TransportError):
                 await self.ask(streams.locate(found.entries[other]), unreachable=rank)
-                if await self.arrives(rank, self.transport.rules.silence_s):
-                    return True
-        return False
+
+        await few_at_once(ask, others)  # at once: if it can't be reached, each would cost its time
+        return await self.arrives(rank, self.transport.rules.silence_s)
 
     async def arrives(self, rank: int, wait_s: float) -> bool:
         """Wait until a rank has connected, and has shown by a message that its end is open. Return whether it has."""
@@ -372,11 +376,12 @@ class Directory:
     async def refresh(self) -> None:
         entries, streams = self.known, self.connections.streams
         known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
-        for place in (*known, *await self.addresses()):
-            with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
-                if isinstance(answer := await self.ask(place), Members):
-                    await self.connect(answer)
-                    return
+        for places in (known, None):  # it takes long to look up the others in a DHT
+            for place in await self.addresses() if places is None else places:
+                with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
+                    if isinstance(answer := await self.ask(place), Members):
+                        await self.connect(answer)
+                        return
 
     # Answering.
 
@@ -402,11 +407,11 @@ class Directory:
         elif why := await self._refusal(entry, writer):
             answer = Refused(why, for_good=True)
         else:
-            keep = {*self.transport.rules.ranks(self.members), self.connections.rank, *self.connections.connected}
-            note(self.known, entry, keep)
-            entries = self.known
-            ranks = sorted(entries if not streams.named else keep & entries.keys())
-            known = table_of(entries[rank] for rank in ranks)
+            ours = {*self.transport.rules.ranks(self.members), self.connections.rank}
+            note(self.known, entry, {*ours, *self.connections.connected})
+            joiners = [rank for rank in self.connections.peers if rank not in ours][-_MOST_JOINERS:]
+            told = self.known.keys() & {*ours, *joiners} if streams.named else self.known.keys()
+            known = table_of(self.known[rank] for rank in sorted(told))
             if streams.named and asked.unreachable in self.members:
                 self.connections.send(asked.unreachable, Introduce(entry))
             answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from diloco.errors import RendezvousError
+from diloco.errors import RendezvousError, TransportError
 from diloco.events import Event
 from diloco.membership import byzantine_quorum, names_of, refusal
 from diloco.protocol import Entry, MessageError, Refused, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import pauses
-from diloco.transport.connections.streams import say
+from diloco.transport.connections.streams import say, within
 from diloco.transport.peers.connect import MeetingPlace
 from diloco.transport.peers.directory import Directory, Lost, Members
 from diloco.transport.peers.transport import PeerTransport
@@ -61,6 +62,7 @@ class SwarmDirectory(Directory):
         self._records: list[PeerRecord] = []  # of the other peers that train, or trained within the last half hour
         self._before: set[str] = set()  # peers of a lower number that have searched at the same time
         self._order: Order | None = None  # the founder's last one
+        self._moved = asyncio.Event()  # set when it has a new secret, and so another place in the DHT
         self.connections.receivers["order"] = self._take_order
         self.connections.services[Govern] = self._govern
 
@@ -90,13 +92,16 @@ class SwarmDirectory(Directory):
         self.connections.call(self.announce())
 
     async def addresses(self) -> Collection[Address]:
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._announced_s >= self.transport.rules.silence_s / _BEATS:
-            self._announced_s = now_s
-            if not self._streams.place.insists:
-                await self._streams.node.enter()
-            await self.announce()
-        self._records = [each for each in await self._streams.node.find(self._streams.admission) if each.number >= 0]
+        now_s, node = asyncio.get_running_loop().time(), self._streams.node
+        try:
+            if now_s - self._announced_s >= self.transport.rules.silence_s / _BEATS:
+                self._announced_s = now_s
+                if not self._streams.place.insists:
+                    await node.enter()
+                await self.announce()
+            self._records = [each for each in await node.find(self._streams.admission) if each.number >= 0]
+        except Exception as error:  # those of the DHT have no common base class
+            raise TransportError(f"the peers of the run can't be looked up: {in_short(error)}") from error
         for record in self._records:
             self._streams.know(record.peer_id, record.addresses)
         return [PeerAddress(record.peer_id) for record in self._records]
@@ -119,12 +124,14 @@ class SwarmDirectory(Directory):
     async def _keep_announcing(self) -> None:
         """Announce this peer at regular intervals, as its addresses may change."""
         while True:
+            self._moved.clear()
             try:
                 await self.announce()
             except Exception as error:  # from the DHT; the next attempt may succeed
                 words = "this peer could not be announced (%s). It tries again in %g s."
                 logging.getLogger(__name__).warning(words, in_short(error), _ANNOUNCE_S)
-            await asyncio.sleep(_ANNOUNCE_S)
+            with contextlib.suppress(TimeoutError):
+                await within(_ANNOUNCE_S, self._moved.wait())
 
     def listens_at(self) -> tuple[str, ...]:
         return tuple(sorted(self.connections.call(self._streams.node.addresses()), key=is_loopback))
@@ -220,7 +227,7 @@ class SwarmDirectory(Directory):
                 connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
             elif is_ejected or (members and rank not in joining):  # a joiner is told by the members
                 connections.drop({connections.peers[rank]: "it may not know the new secret"})
-        connections.begin(self.announce())  # where those look who have the new secret
+        self._moved.set()  # it announces itself where those look who have the new secret
         words = "the founder has ejected %s. Peers that join from now on need the new secret."
         logging.getLogger(__name__).warning(words, ", ".join(order.ejected))
 

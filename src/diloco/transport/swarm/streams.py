@@ -23,7 +23,7 @@ from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
-from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of, same_port
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of, number_of, same_port
 from diloco.transport.swarm.node import Node
 
 _HANDSHAKE_S = 10.0
@@ -161,6 +161,9 @@ class PeerStreams(TcpStreams):
 
     def admits(self, identity: str) -> bool:
         return self.admission.admits(identity)
+
+    def owns(self, identity: str, rank: int) -> bool:
+        return number_of(identity) == rank
 
     def identity_of(self, key: bytes) -> str:
         return identity_of(key)

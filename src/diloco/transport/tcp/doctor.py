@@ -22,7 +22,7 @@ from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 16  # hundreds of strangers may send one at the same time
 _PINGS = 10
 _HOLD_S = 60.0  # for one chunk, during which others wait
 
