@@ -35,7 +35,7 @@ class Torchrun:
     def start(self, arguments: str) -> list[Command]:
         """Start all ranks, for the first time or again."""
         self.attempt += 1
-        words = arguments if arguments.startswith("train ") else f"{self.words} --out {self.out} {arguments}"
+        words = f"{self.words} --out {self.out} {arguments}"
         return [
             Command(
                 self.processes,
@@ -56,38 +56,39 @@ def processes() -> Iterator[Processes]:
         yield made
 
 
-def test_ranks_that_stop_and_go_on_end_where_one_process_does(processes: Processes, data: Path, tmp_path: Path) -> None:
-    """With a shared start, fragments in flight at the stops, averages of fp4, and a while over TCP."""
-    alone = train(data, tmp_path / "alone", START)
-    resume = f"train --resume {tmp_path / 'run'} --monitor.console quiet"
-    for arguments in ("--stop-after 7", f"{resume} --transport tcp --stop-after 9", f"{resume} --transport torch"):
-        torchrun = Torchrun(processes, data, tmp_path / "run", 2)
-        launcher = [Command(processes, arguments.split(), tmp_path / "tcp.txt")] if "tcp" in arguments else []
-        for command in launcher or torchrun.start(arguments):
-            command.end()
-    for summary in torchrun.summaries():
-        for name in ("global_params_digest", "rounds_committed", "sent_bytes_per_replica"):
-            assert summary[name] == alone[name], name
-    assert alone["heldout_loss"] in [summary["heldout_loss"] for summary in torchrun.summaries()]
+KILLS = """
+import os, signal
+from diloco.events import StepFinished
+
+class Once:
+    def __init__(self, folder):
+        self.mark, self.rank = folder / "killed", os.environ["RANK"]
+
+    def handle(self, event):
+        if isinstance(event, StepFinished) and event.step == 11 and self.rank == "2" and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self): pass
+"""
 
 
 def test_a_rank_of_four_is_killed_and_all_start_again_from_the_newest_checkpoint(
     processes: Processes, data: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, and with the same command, as torchrun restarts it."""
-    more = "--steps 60 --checkpoint.every-steps 4 --network.silence 6s"
+    """Bit for bit, and with the same command, as torchrun restarts it. At step 11 all ranks have that of step 4."""
+    more = "--steps 16 --checkpoint.every-steps 4 --network.silence 6s"
     alone = train(data, tmp_path / "alone", f"{START} {more} --replicas 4")
-    torchrun = Torchrun(processes, data, tmp_path / "run", 4)
-    ranks = torchrun.start(more)
-    folders = (torchrun.out, *(torchrun.out / f"replica-{number}" for number in (1, 2, 3)))
-    ranks[0].until(lambda: all(list_checkpoints(each / "checkpoints") for each in folders), "a checkpoint of each")
-    processes.kill(ranks[2].rank)
+    (tmp_path / "kills.py").write_text(KILLS)
+    torchrun, command = Torchrun(processes, data, tmp_path / "run", 4), f"{more} --sinks {tmp_path / 'kills.py'}:Once"
+    ranks = torchrun.start(command)
+    ranks[2].end(-signal.SIGKILL)
     started_s = time.monotonic()
     for rank in (ranks[0], ranks[1], ranks[3]):
         rank.end(1)
         assert re.search(r"diloco: rank 2 \(replica 2\) is lost: a connection has broken", rank.output)
     assert time.monotonic() - started_s < 30.0, "a third of the silence, 2 s, and load"
-    for rank in torchrun.start(more):
+    for rank in torchrun.start(command):
         rank.end()
     assert {summary["global_params_digest"] for summary in torchrun.summaries()} == {alone["global_params_digest"]}
     resumed = [json.loads(line) for line in (torchrun.out / "metrics.jsonl").read_text().splitlines()]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from diloco import AlphaMerge, DiLoCo, InProcessTransport, Nesterov, SyncSchedule, connect_tcp, muon, partition
-from diloco.algorithm import set_whole_
+from diloco.algorithm import local_shard, set_whole_
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
@@ -106,9 +106,10 @@ class Replica:
         )
 
     def train(self) -> None:
+        """Take an inner step. Gradients are elementwise, so a rank needs no other part of the values than its own."""
         whole = Model(self.case.shapes)
         for name, parameter in self.model.named_parameters():
-            whole.get_parameter(name).data = full(parameter.detach())
+            own_part(whole.get_parameter(name).detach(), parameter).copy_(local_shard(parameter))
         quadratic(2)(self.number, self.diloco.steps, whole)
         for name, parameter in self.model.named_parameters():
             gradient = whole.get_parameter(name).grad
@@ -138,6 +139,12 @@ class Replica:
     def load(self, state: dict[str, Any]) -> None:
         for name, of_one in state.items():
             getattr(self, name).load_state_dict(of_one)
+
+
+def own_part(whole: Tensor, like: Any) -> Tensor:
+    """Return the part of a tensor that a rank with the shard ``like`` holds."""
+    mesh = getattr(like, "device_mesh", None)
+    return whole if mesh is None else whole.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 def full(value: Any) -> Any:
