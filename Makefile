@@ -23,8 +23,9 @@ $(TO_TRAIN): pyproject.toml setup.py constraints.txt src/diloco/algorithm/codec/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[watch]'
 	@touch $@
 
+# without bytecode of all modules, which takes a minute; those that are imported get theirs then
 $(STAMP): $(TO_TRAIN)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 setup: $(STAMP) ## create .venv and install the dependencies of tests, documentation and extras
@@ -35,7 +36,7 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-coverage: ## run the tests, and fail if they cover less of the package than pyproject.toml asks for; takes half as long again
+coverage: ## run the tests, and fail if they cover less of the package than pyproject.toml asks for (before a release; takes half as long again)
 	$(MAKE) test ARGS="--cov --cov-report= $(ARGS)"
 
 pythons: ## test the core under other versions of Python (PYTHONS="3.12 3.13"), where this machine has them
