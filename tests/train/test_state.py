@@ -58,7 +58,6 @@ def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(da
     flight with it."""
     out, lossy = tmp_path / "run", "--codec int8 --error-feedback 1 --data-parallel-steps 3"
     whole = train(data, tmp_path / "whole", lossy)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ways = ("torch", 7), ("in-process", 8), ("tcp", 9), ("in-process", 10), ("torch", 11), ("in-process", 12)
     for transport, stop in ways:
         start = f"--resume {out}" if out.exists() else f"{SMALL} {data} {lossy} --out {out}"
@@ -69,6 +68,7 @@ def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(da
         if transport == "in-process":
             assert main(["train", *arguments.split(), "--monitor.console", "quiet"]) == 0
         else:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             with Processes() as processes:
                 processes.start(2, rank, transport, arguments, store.port if transport == "torch" else free_port())
                 assert set(processes.results(timeout_s=300).values()) == {0}
