@@ -1,9 +1,11 @@
 """Whole runs: their files, resuming with the same bits, signals, comparisons by one flag."""
 
+import errno
 import json
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,14 +13,15 @@ import torch
 from diloco.algorithm import RoundId
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
-from diloco.data import split_documents
-from diloco.errors import CheckpointError, ConfigurationError, DataError, NonFiniteError
+from diloco.data import Tokenizer, split_documents
+from diloco.errors import CheckpointError, ConfigurationError, DataError, DiLoCoError, NonFiniteError
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
+from diloco.train import Fleet, make_transport, run_training
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.command_lines import command_line
 from tests.faults import Fault, FaultyTransport
-from tests.runs import Listener, numbered, train, write_text
+from tests.runs import Listener, numbered, settings_of, train, write_text
 
 CONTRACT = """heldout_loss perplexity bits_per_byte tokens steps sent_bytes_per_replica received_bytes_per_replica
 data_parallel_bytes_per_replica compute_utilization wall_s rounds_committed rounds_void global_params_digest"""
@@ -98,6 +101,26 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, tmp_p
     assert trained.model.num_parameters() == plain["parameters"]
     started = train(data, tmp_path / "run", f"--steps 2 --learning-rate 1e-9 --init-from {tmp_path / 'plain'}")
     assert started["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
+
+
+def test_who_resumes_from_an_older_step_than_one_has_is_told(data: Path, tmp_path: Path) -> None:
+    """Such as because the newest checkpoint of another rank is damaged."""
+    train(data, tmp_path / "run", "--checkpoint.every-steps 4 --stop-after 8")
+    settings, listener = settings_of(data, f"--resume {tmp_path / 'run'} --stop-after 9"), Listener()
+
+    def meet(*_: object) -> Fleet:
+        return Fleet(make_transport(settings).endpoints, held_steps={0: 8, 1: 4})
+
+    run_training(settings, folder=tmp_path / "run", sink=listener, config_toml="", meet=meet)
+    (note,) = listener.of(Note)
+    assert note.text == "All ranks continue from step 4, the last one that is whole on rank 1; another rank has step 8."
+    assert listener.of(RunStarted)[0].step == 4
+
+
+def test_a_folder_without_space_is_named(data: Path, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(Tokenizer, "save", side_effect=full), pytest.raises(DiLoCoError, match="run can't be wri"):
+        train(data, tmp_path / "run")
 
 
 def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -178,7 +178,12 @@ def find_beginning(session: Session) -> str | None:
                 f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
                 "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
             )
-        common = _run_folder(path) / "checkpoints" / f"step-{min(steps.values()):08d}"
+        step, newest = min(steps.values()), max(steps.values())
+        if step < newest:
+            behind = ", ".join(str(rank) for rank, held in steps.items() if held == step)
+            whole = f"All ranks continue from step {step}, the last one that is whole on rank {behind}"
+            fleet.notes = (*fleet.notes, f"{whole}; another rank has step {newest}.")
+        common = _run_folder(path) / "checkpoints" / f"step-{step:08d}"
         path = next((each.path for each in _newest(common, fleet.local[0])), common)
     with fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)

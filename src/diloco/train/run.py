@@ -18,7 +18,7 @@ from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
 from diloco.data import build_corpus, heldout_batches
 from diloco.devices import choose_threads, release_memory, usable_cores, use_device
-from diloco.errors import TransportError
+from diloco.errors import DiLoCoError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -94,9 +94,12 @@ def run_training(
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session)
         with fleet.group.all_or_none():
-            if resumed_from is None or not (folder / "config.toml").exists():
-                make_private_folder(folder)
-                corpus.tokenizer.save(folder)
+            try:
+                if resumed_from is None or not (folder / "config.toml").exists():
+                    make_private_folder(folder)
+                    corpus.tokenizer.save(folder)
+            except OSError as error:
+                raise DiLoCoError(f"{folder} can't be written: {error.strerror or error}.") from error
             write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
         run = _Run(session, emit, folder, home, resumed_from)
         at_end.enter_context(run.mirroring())

@@ -210,7 +210,7 @@ class RollCall:
             return
         with self._lock:
             if not (self._mine["finished"] or self._failed):
-                self._mine["failed"] = f"{self.names[self.rank]} has ended: {failed or 'it has left'}"
+                self._mine["failed"] = f"{self.names[self.rank]} has ended: {failed.rstrip('.') or 'it has left'}"
         self._closed.set()
         self._wake.set()
         futures.wait([self._watching], _LEAVING_S)
