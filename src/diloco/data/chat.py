@@ -76,9 +76,10 @@ def chat_rows(
     notes = [f"{count:,} {note.format(length=length)}" for count, note in changes if count]
     for side, use in zip(sides, ("train", "evaluate"), strict=True):
         if not side and (split or use == "evaluate"):
+            left_out = f" ({'; '.join(notes)})" if notes else ""
             raise DataError(
                 f"Of {counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
-                f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
+                f"none to {use} on{left_out}. Give more conversations, or change the fraction."
             )
     together = settings.packing != "single"
     train, heldout = (PackedRows(side, length, padding=tokenizer.eos_id, together=together) for side in sides)
