@@ -43,6 +43,8 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "tokenizers",
     "pydantic.main",
+    "transformers.models.llama.modeling_llama",
+    "peft",
     "diloco.monitor.console",
     "diloco.cli.train",
     "diloco.train.run",

@@ -270,20 +270,26 @@ class Peak(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, made = func(*args, **(kwargs or {})), False
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and not value.is_meta:
                 storage = local_shard(value).untyped_storage()
-                if storage.filename is None:
-                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
-        self.nbytes = max(self.nbytes, sum(size for _, size in self.live.values()))
+                known = self.live.get(storage._cdata)
+                if storage.filename is None and (known is None or known[0].expired()):
+                    self.live[storage._cdata], made = (StorageWeakRef(storage), storage.nbytes()), True
+        if made:
+            self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
+            self.nbytes = max(self.nbytes, sum(size for _, size in self.live.values()))
         return result
 
 
-def rank_fills(position: int, settings: ModelSettings, place: Path) -> dict[str, Any]:
+def rank_fills(position: int, place: Path, *models: ModelSettings) -> list[dict[str, Any]]:
+    """Fill the models one after the other: processes of their own would each import transformers."""
     setup = Setup(strategy="fsdp", size=2)
-    group = open_group(setup, position, place)
+    return [fill(each, open_group(setup, position, place, replica=number)) for number, each in enumerate(models)]
+
+
+def fill(settings: ModelSettings, group: ReplicaGroup) -> dict[str, Any]:
     with Peak() as peak:
         model = build_language_model(settings, seed=0, device="meta")
         parallel = parallelise(model, "fsdp", group, CPU)
@@ -297,25 +303,34 @@ def rank_fills(position: int, settings: ModelSettings, place: Path) -> dict[str,
     return done
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "peaks"),
-    [
-        ("Llama", {}, (0.8, 0.8)),
-        ("Qwen3", {}, (0.8, 0.8)),  # tied
-        ("Llama", {"lora_rank": 2, "arguments": {"base_dtype": "bfloat16"}}, (3, 0.8)),
-        ("Llama", {"arguments": {"weights": "fresh"}}, (3, 0.8)),
-        ("Mixtral", {}, (3, 0.8)),  # experts are stored one by one
-    ],
-)
-def test_no_rank_but_the_first_ever_holds_a_whole_model(
-    name: str, changes: dict[str, Any], peaks: tuple[float, float], tmp_path: Path
-) -> None:
-    """Nor does the first if all values are stored under their names. All numbers are those of one rank."""
-    settings = ModelSettings(source=f"hf:{write_base(tmp_path / 'base', name=name, num_hidden_layers=8)}", **changes)
-    (tmp_path / "store").mkdir()
+# what is filled -> the architecture, other settings, and the largest peaks of both ranks, in sizes of the model
+FILLED: dict[str, tuple[str, dict[str, Any], tuple[float, float]]] = {
+    "weights": ("Llama", {}, (0.8, 0.8)),
+    "tied weights": ("Qwen3", {}, (0.8, 0.8)),
+    "adapters": ("Llama", {"lora_rank": 2, "arguments": {"base_dtype": "bfloat16"}}, (3, 0.8)),
+    "fresh weights": ("Llama", {"arguments": {"weights": "fresh"}}, (3, 0.8)),
+    "experts, which are stored one by one": ("Mixtral", {}, (3, 0.8)),
+}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSettings, list[dict[str, Any]]]]:
+    """For each of `FILLED`, the settings of the model and the results of two ranks."""
+    folder = tmp_path_factory.mktemp("filled")
+    models = [
+        ModelSettings(source=f"hf:{write_base(folder / what, name=name, num_hidden_layers=8)}", **changes)
+        for what, (name, changes, _) in FILLED.items()
+    ]
     with Processes() as processes:
-        processes.start(2, rank_fills, settings, tmp_path / "store")
-        ranks = list(processes.results(timeout_s=300).values())
+        processes.start(2, rank_fills, folder, *models)
+        results = zip(*processes.results(timeout_s=300).values(), strict=True)
+    return {what: (settings, [*ranks]) for what, settings, ranks in zip(FILLED, models, results, strict=True)}
+
+
+@pytest.mark.parametrize("what", FILLED)
+def test_no_rank_but_the_first_ever_holds_a_whole_model(what: str, filled: Any) -> None:
+    """Nor does the first if all values are stored under their names. All numbers are those of one rank."""
+    (settings, ranks), peaks = filled[what], FILLED[what][2]
     model = build_language_model(settings, seed=0)
     parts = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
     torch.autograd.backward(parts.loss)
