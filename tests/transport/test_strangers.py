@@ -352,6 +352,17 @@ def test_a_member_that_is_told_to_open_connections_opens_one_to_each_and_few_at_
     assert dialled == [7, *range(100, 163)]
 
 
+def test_strangers_that_send_small_messages_leave_time_for_the_others(alone: Directory) -> None:
+    """Each takes a tenth of a millisecond of the control thread, of which 256 strangers took all."""
+    with ExitStack() as stack:
+        stream = Caller(alone, stack).hello(1)
+        assert said(stream)["kind"] == "greeting"
+        stream.sendall(frame({"kind": "beat"}) * 400)
+        for _ in range(3):
+            Caller(alone, stack).ask(1000)
+        assert alone.connections.peers[1].num_messages < 250
+
+
 def test_strangers_that_name_many_places_do_not_keep_the_table_from_joiners(alone: Directory) -> None:
     """The answer became too long to be sent."""
     connections, many = alone.connections, ("x" * 4000,) * 4

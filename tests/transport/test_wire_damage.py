@@ -154,6 +154,24 @@ def test_a_stripe_whose_kernel_holds_back_what_it_was_given_takes_nothing_and_ke
         assert bytes_per_s == int(80e6 / needed / 8)
 
 
+def test_a_flood_of_small_parts_is_read_slowly(wires: Wires) -> None:
+    """Hundreds of thousands fit into what is read at a time, and nothing else was heard meanwhile."""
+    transports = wires.meet(2)
+    check_round(transports)
+    (peer,) = transports[0].connections.peers.values()
+    (stripe,) = peer.stripes.values()
+    data = b"".join(part(b"x", tag=number, total=1) for number in range(20_000))
+
+    async def flood() -> int:
+        before = peer.received_bytes
+        stripe.get_buffer(-1)[: len(data)] = data
+        stripe.buffer_updated(len(data))
+        return peer.received_bytes - before
+
+    assert 8000 < transports[0].connections.call(flood()) < 16_000, "as many as there are messages in a round"
+    check_round(transports, 1)
+
+
 def test_small_parts_that_come_early_take_little_more_memory_than_large_ones(wires: Wires) -> None:
     """Each took 650 bytes, and was counted as 256."""
     transports, tag = wires.meet(2), 1 << 40

@@ -36,9 +36,10 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-_MESSAGE_BYTES = 512  # counted for each control message, besides its size: the time that it takes
+_MESSAGE_BYTES = 2048  # counted for each control message, besides its size: the time that it takes
 _BYTES_PER_S, _BURST_S = {False: 64e3, True: 8e6}, 4.0
 """Rate accepted from unknown peers and from members, and for how long it may be exceeded; normal use is far below."""
+SMALL_PER_S = 2048.0  # parts that take more time than their data, likewise
 FLUSH_S = 1.0
 PIECE_BITS = 17  # of a tag: the message within its round
 _LOOK_S = 0.01  # between two looks whether a stripe has become free
@@ -79,7 +80,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._paid_s = 0.0  # until when the rate that is accepted has been used
+        self._paid_s = self._small_paid_s = 0.0  # until when the rates that are accepted have been used
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
@@ -336,6 +337,14 @@ class Peer:
             received.set_exception(self._error)
         else:
             self._incoming[tag] = Incoming(buffer, received, len(buffer))
+
+    def pause_s(self, size: int) -> float:
+        """Return for how long to read nothing after a part of this size: small ones keep the thread from all else."""
+        if size >= LEAST_PART_BYTES:
+            return 0.0
+        now_s = self._loop.time()
+        self._small_paid_s = max(self._small_paid_s, now_s) + 1 / SMALL_PER_S
+        return self._small_paid_s - now_s - _BURST_S
 
     def arrived(self, head: Head, data: memoryview) -> None:
         """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""

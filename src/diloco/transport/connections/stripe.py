@@ -189,6 +189,7 @@ class Stripe(asyncio.BufferedProtocol):
         self._buffer = memoryview(b"")  # receive buffer
         self._begun = self._filled = 0  # start and end of the unprocessed data in it
         self._whole_bytes = HEAD.size  # size of the next item that can be processed
+        self._pauses = False  # whether it reads nothing for a moment
         self._limits = (0.0, 0.0)
         self._most_unsent_bytes = math.inf  # unknown where this makes no difference
         self.near = False  # whether round trips are so short that nothing of this kind is worth while
@@ -299,7 +300,7 @@ class Stripe(asyncio.BufferedProtocol):
         taken: list[bytes] = []
         why = ""
         try:
-            while not self.ended.done() and self._filled - self._begun >= self._whole_bytes:
+            while not (self.ended.done() or self._pauses) and self._filled - self._begun >= self._whole_bytes:
                 self._take_next(taken)
         except TransportError as error:
             why = str(error)
@@ -320,6 +321,12 @@ class Stripe(asyncio.BufferedProtocol):
             self._woken_bytes = woken_bytes
             self._set(socket.SOL_SOCKET, "SO_RCVLOWAT", woken_bytes)
 
+    def _read_on(self) -> None:
+        self._pauses = False
+        self.buffer_updated(0)
+        if not (self._pauses or self.transport.is_closing()):
+            self.transport.resume_reading()
+
     def _take_next(self, taken: list[bytes]) -> None:
         head, begun = Head._make(HEAD.unpack_from(self._buffer, self._begun)), self._begun + HEAD.size
         if head.kind == b"A":
@@ -338,6 +345,10 @@ class Stripe(asyncio.BufferedProtocol):
             data = self._buffer[begun : begun + head.size]
             self._peer.received_bytes += head.size
             self._peer.arrived(head, data)
+            if (pause_s := self._peer.pause_s(head.size)) > 0:
+                self._pauses = True
+                self.transport.pause_reading()
+                self.ended.get_loop().call_later(pause_s, self._read_on)
             taken.append(HEAD.pack(*Head(b"A", head.tag, start=head.start)))
             begun += head.size
         self._begun, self._whole_bytes = begun, HEAD.size
