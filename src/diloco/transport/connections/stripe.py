@@ -205,9 +205,7 @@ class Stripe(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(max(_BUFFER_BYTES, self._filled)))
         self._buffer[: self._filled] = already
         self.transport.set_protocol(self)
-        self.buffer_updated(0)
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._read_on()
 
     def end(self, why: str = "it ended") -> None:
         """Close the connection. The peer gets its unacknowledged parts again over others."""
