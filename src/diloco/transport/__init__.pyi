@@ -10,9 +10,6 @@ from .connections.pace import streams_to_each as streams_to_each
 from .connections.sockets import Credentials as Credentials
 from .connections.sockets import TcpStreams as TcpStreams
 from .in_process import InProcessTransport as InProcessTransport
-from .links import Link as Link
-from .links import Links as Links
-from .links import VirtualNetwork as VirtualNetwork
 from .peers.connect import MeetingPlace as MeetingPlace
 from .peers.connect import connect as connect
 from .peers.connect import join as join
@@ -57,3 +54,6 @@ from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
 from .tcp.rendezvous import TcpDirectory as TcpDirectory
+from .virtual_network import Link as Link
+from .virtual_network import Links as Links
+from .virtual_network import VirtualNetwork as VirtualNetwork

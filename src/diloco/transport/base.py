@@ -18,7 +18,7 @@ from diloco.algorithm import Contribution
 from diloco.errors import TransportError
 from diloco.membership import View
 from diloco.protocol import Average
-from diloco.transport.links import VirtualNetwork
+from diloco.transport.virtual_network import VirtualNetwork
 
 
 @dataclass(frozen=True)
@@ -172,5 +172,4 @@ class Transport(abc.ABC):
         return {"traffic": [self.sent_bytes, self.received_bytes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.sent_bytes, self.received_bytes = map(int, state["traffic"])

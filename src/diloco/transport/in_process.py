@@ -35,7 +35,7 @@ from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError,
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.links import VirtualNetwork
+from diloco.transport.virtual_network import VirtualNetwork
 from diloco.units import diff
 from diloco.waiting import at_once
 

@@ -129,7 +129,6 @@ class VirtualNetwork:
         return replace(self.links[replica].uplink, window_s=transfer_steps * self.step_time_s[replica])
 
     def tick(self, replica: int) -> None:
-        """Advance the clock of ``replica`` by one inner step."""
         self.now_s[replica] += self.step_time_s[replica]
 
     def commit_time_s(
@@ -167,6 +166,5 @@ class VirtualNetwork:
         return {"now_s": list(self.now_s), "wait_s": list(self.wait_s), "links": links.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.now_s, self.wait_s = list(map(float, state["now_s"])), list(map(float, state["wait_s"]))
         self._links.up_free_s, self._links.down_free_s = np.array(state["links"], np.float64).T
