@@ -179,8 +179,6 @@ def outcomes_of(processes: Processes, ranks: Iterable[int]) -> list[Outcome]:
 CASES = [
     Scenario(stage="before send"),
     Scenario(stage="in flight", codec="float32"),
-    Scenario(stage="in flight", victim=0, num_replicas=2),
-    Scenario(stage="merge"),
 ]
 
 
@@ -227,7 +225,6 @@ def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, .
 
 
 RETURNS = [
-    Scenario(stage="before send", returns=1),
     Scenario(stage="in flight", victim=0, codec="float32", returns=2),
     Scenario(stage="merge", num_replicas=2, returns=1),
 ]

@@ -48,7 +48,6 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> tuple[li
 
 FP4, INT8 = make_codec("fp4", block_size=64), make_codec("int8", block_size=32)
 MEANS: list[tuple[Codec | str, int, dict[str, Any]]] = [
-    ("fp4", 3, {}),
     ("float32", 3, {}),  # uses a reduce-scatter
     (FP4, 4, {"mean_codec": FP4}),
     (INT8, 4, {"mean_codec": "bfloat16"}),
