@@ -1,32 +1,25 @@
 """Which of the searching replicas founds a view: at most one, and none while others may be continuing."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership import BootstrapElection, Candidate, LastViews, Policy, View, refusal
+from diloco.membership import Candidate, Policy, View, founded_view, missing_members, refusal
 
-NOW_S = 60.0
 POLICY = Policy()
-
-
-def candidacy(me: Candidate, policy: Policy = POLICY) -> BootstrapElection:
-    views = None if me.last is None else LastViews(me.last, me.agreed, me.vote)
-    return BootstrapElection(
-        number=me.number, held_step=me.held_step, views=views, alone=False, window_s=3.0, policy=policy
-    )
 
 
 def elect(*looking: Candidate, policy: Policy = POLICY) -> dict[int, View]:
     """Return the views that are founded, by founder, after as many turns as there are candidates; all hear all."""
-    elections, founded = [candidacy(each, policy) for each in looking], dict[int, View]()
-    for _ in range(len(looking) + 2):
-        for each in elections:
-            others = [other.me for other in elections if other is not each]
-            if each.number not in founded and (view := each.founds(others, NOW_S)) is not None:
-                founded[each.number] = view
+    searching, founded = [replace(each) for each in looking], dict[int, View]()
+    for _ in range(len(searching) + 2):
+        for me in searching:
+            others = [each for each in searching if each is not me]
+            if me.number not in founded and (view := founded_view(me, others, policy)) is not None:
+                founded[me.number] = view
     return founded
 
 
@@ -61,7 +54,7 @@ def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
     one, two = Candidate(1, 10, view), Candidate(2, 10, view)
     assert not elect(one)
-    assert candidacy(one).missing(()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
+    assert missing_members(one, ()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
     assert elect(one, two) == {1: View(5, (1,))}
     assert not elect(one, Candidate(2, 10, View(5, (0, 2)))), "0 may continue without them"
     assert elect(one, policy=Policy(1, split="go-on")) == {1: View(5, (1,))}
@@ -69,14 +62,6 @@ def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     assert not elect(of_two)
     assert elect(of_two, Candidate(0, 20)) == {1: View(5, (1,))}, "the process of 0 has ended"
     assert elect(of_two, Candidate(0, 40)) == {0: View(5, (0,))}
-
-
-def test_nobody_founds_before_others_could_be_heard() -> None:
-    election = candidacy(Candidate(0, 5, View(0, (0, 1))))
-    assert election.founds([Candidate(1, 5, View(0, (0, 1)), View(1, (0,)))], 2.9) is None
-    assert election.me.vote is None, "nor does it vote"
-    alone = BootstrapElection(number=0, alone=True, window_s=3.0, policy=POLICY)
-    assert alone.founds((), 0.0) == View(0, (0,))
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 5, 6, 7])
@@ -114,50 +99,50 @@ def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it()
 def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Candidate) -> None:
     """The last two are members: two of three are enough without them."""
     view = View(4, (0, 1, 2))
-    zero, one = (candidacy(Candidate(number, 10, view)) for number in (0, 1))
+    zero, one = (Candidate(number, 10, view) for number in (0, 1))
     for _ in range(2):
-        assert one.founds([liar, zero.me], NOW_S) is None
-        founded = zero.founds([liar, one.me], NOW_S)
+        assert founded_view(one, [liar, zero], POLICY) is None
+        founded = founded_view(zero, [liar, one], POLICY)
     assert founded == View(5, (0,))
 
 
 def test_one_that_has_finished_is_not_waited_for() -> None:
     """It alone can't end the search of two others, and they need not wait for it."""
     view = View(4, (0, 1, 2))
-    one = candidacy(Candidate(1, 10, view), Policy(min_replicas=1))
-    assert one.founds((), NOW_S, left={0}) is None, "2 may be continuing"
-    assert one.founds((), NOW_S, left={0, 2}) == View(5, (1,))
+    one = Candidate(1, 10, view)
+    assert founded_view(one, (), POLICY, left={0}) is None, "2 may be continuing"
+    assert founded_view(one, (), POLICY, left={0, 2}) == View(5, (1,))
 
 
 def test_a_vote_is_bound_to_a_founder_until_that_one_votes_otherwise_or_has_ended() -> None:
     view = View(4, (0, 1, 2))
-    one, two = Candidate(1, 10, view), candidacy(Candidate(2, 10, view))
-    assert two.founds([one], NOW_S) is None
-    assert two.me.vote == View(5, (1,))
+    one, two = Candidate(1, 10, view), Candidate(2, 10, view)
+    assert founded_view(two, [one], POLICY) is None
+    assert two.vote == View(5, (1,))
     zero = Candidate(0, 10, view)
     for others in ([zero], [zero, Candidate(1, 10, view, vote=View(5, (1,)))], [zero, one]):
-        assert two.founds(others, NOW_S) is None
-        assert two.me.vote == View(5, (1,)), "1 may be founding"
-    two.founds([zero, Candidate(1, 10, view, vote=View(5, (0,)))], NOW_S)
-    assert two.me.vote == View(5, (0,))
-    two.founds([Candidate(0, 5), one], NOW_S)
-    assert two.me.vote == View(5, (1,)), "the process of 0 has ended"
+        assert founded_view(two, others, POLICY) is None
+        assert two.vote == View(5, (1,)), "1 may be founding"
+    founded_view(two, [zero, Candidate(1, 10, view, vote=View(5, (0,)))], POLICY)
+    assert two.vote == View(5, (0,))
+    founded_view(two, [Candidate(0, 5), one], POLICY)
+    assert two.vote == View(5, (1,)), "the process of 0 has ended"
 
 
 def test_a_vote_holds_against_a_view_that_one_who_was_not_heard_had_adopted() -> None:
     """Regression: its number was that of the founded view, so the vote no longer counted and another one founded."""
     view, agreed = View(4, (0, 1, 2, 3)), View(5, (1, 2, 3))
-    zero, one, three = (candidacy(Candidate(n, 10 + (n < 2), view, agreed if n else None)) for n in (0, 1, 3))
-    two = candidacy(Candidate(2, 10, agreed))
+    zero, one, three = (Candidate(n, 10 + (n < 2), view, agreed if n else None) for n in (0, 1, 3))
+    two = Candidate(2, 10, agreed)
 
-    def search(*there: BootstrapElection) -> list[View]:
-        found = [each.founds([other.me for other in there if other is not each], NOW_S) for each in there * 3]
+    def search(*there: Candidate) -> list[View]:
+        found = [founded_view(me, [each for each in there if each is not me], POLICY) for me in there * 3]
         return [each for each in found if each is not None]
 
     assert search(zero, one, three) == [View(6, (0,))] * 2
     assert not search(one, two, three)
-    one.founds([three.me], NOW_S)
-    assert one.me.agreed == agreed, "what it was ready for binds it also after a vote"
+    founded_view(one, [three], POLICY)
+    assert one.agreed == agreed, "what it was ready for binds it also after a vote"
 
 
 @settings(max_examples=50, deadline=None)
@@ -167,18 +152,18 @@ def test_whoever_hears_whom_and_whenever_no_two_found_from_one_view(replicas: in
     view = View(4, tuple(range(replicas)))
     following = View(5, tuple(sorted(chance.sample(range(replicas), replicas // 2 + 1))))
     ready = {number: chance.choice([(view, following), (following,)]) for number in following.members}
-    elections = [candidacy(Candidate(n, chance.randrange(3), *ready.get(n, (view,)))) for n in range(replicas)]
+    searching = [Candidate(n, chance.randrange(3), *ready.get(n, (view,))) for n in range(replicas)]
     founded: dict[int, View] = {}
 
-    def search(each: BootstrapElection, share: float) -> None:
-        others = [other.me for other in elections if other is not each and other.number not in founded]
-        heard = [other for other in others if chance.random() < share]
-        if each.number not in founded and (view := each.founds(heard, NOW_S)) is not None:
-            founded[each.number] = view
+    def search(me: Candidate, share: float) -> None:
+        others = [each for each in searching if each is not me and each.number not in founded]
+        heard = [each for each in others if chance.random() < share]
+        if me.number not in founded and (view := founded_view(me, heard, POLICY)) is not None:
+            founded[me.number] = view
 
     for _ in range(10 * replicas):
-        search(chance.choice(elections), 0.7)
+        search(chance.choice(searching), 0.7)
     for _ in range(0 if founded else replicas):
-        for each in elections:
+        for each in searching:
             search(each, 1.0)
     assert len(founded) == 1

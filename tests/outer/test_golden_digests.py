@@ -203,7 +203,7 @@ def over_the_swarm(case: Case, parts: Sequence[int], keys: Path) -> str:
 
     def live(number: int) -> str:
         digest = train_in_parts(number, case, parts, [nullcontext(transports[number])])
-        transports[number].meet("end", 0)
+        transports[number].finish()
         return digest
 
     try:

@@ -120,7 +120,7 @@ def lies_of(liar: Rank, chance: random.Random) -> Lie:
 
     def made_up(view: View) -> NextView:
         members = tuple(each for each in view.members if each == liar.replica or chance.random() < 0.6)
-        return NextView(view.followed_by(members), view, 1, {}, "a lie")
+        return NextView(view.followed_by(members), view, 1, {})
 
     def lie(receiver: int, message: Any) -> Iterable[Any]:
         if chance.random() < 0.5 or liar.view.id > 0:  # each lie can end an honest member, too

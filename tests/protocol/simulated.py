@@ -191,7 +191,7 @@ class Rank:
 
     def fire(self, *, of_round: bool) -> bool:
         """Let the first timer of a round, or of a view change, run out, if there is one."""
-        places = [place for place, (_, timer) in enumerate(self.timers) if (timer.round is not None) == of_round]
+        places = [place for place, (_, timer) in enumerate(self.timers) if (timer is not None) == of_round]
         if places:
             self.suffer("timers", places[0])
         return bool(places)
@@ -234,9 +234,9 @@ class Rank:
                 self.averages[step] = outcome
             else:
                 self.errors[step] = outcome
-        for following, _, joined in effects.adopted:
+        for following, _ in effects.adopted:
             self.changes.append(following)
-            for rank in joined:
+            for rank in self.machine.rules.ranks(following.joined):
                 self.send(rank, Welcome(following, f"from {self.rank}".encode()))
         for view, round_id in effects.exchanges:
             self.exchanges[view.id, round_id] = None

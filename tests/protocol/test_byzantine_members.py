@@ -48,7 +48,7 @@ def let_time_pass(ranks: Sequence[Rank]) -> None:
     for each in ranks:
         each.now_s += TIMEOUT_S
     for each in ranks:
-        for _ in [timer for _, timer in each.timers if timer.round is not None]:
+        for _ in [timer for _, timer in each.timers if timer is not None]:
             each.fire(of_round=True)
 
 
@@ -143,8 +143,9 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
 
 
-@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
-@pytest.mark.parametrize("fault", [{"weight": float("nan")}, {"numel": 3}, {}], ids=["weight", "size", "values"])
+@pytest.mark.parametrize(
+    ("replicas", "liar", "fault"), [(2, 1, {"weight": float("nan")}), (3, 0, {"numel": 3}), (5, 4, {})]
+)
 def test_who_spoils_three_rounds_is_put_out(replicas: int, liar: int, fault: dict[str, Any]) -> None:
     """By its headers, or by values that make the mean infinite, which each of the others finds by itself."""
     network = simulated(replicas)
@@ -160,7 +161,7 @@ def test_who_spoils_three_rounds_is_put_out(replicas: int, liar: int, fault: dic
         assert why.startswith(f"replica {liar} has spoilt at least 3 recent rounds: {words}")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(NUMBERS, st.integers(3, 5), st.data())
 def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], replicas: int, data: Any) -> None:
     """Property: also if the others are a round apart, and whether the header or the values are at fault."""
@@ -203,13 +204,13 @@ def test_what_one_says_it_has_adopted_puts_nobody_out_and_splits_no_round(replic
         while not (voted := network[0].sent_of(RoundVote)):
             assert network[0].act()
         key, digest = voted[0].round, voted[0].digest
-        committed = NextView(View(1, before.members), before, 2, {key: (digest,)}, "")
-        void = NextView(View(1, before.members), before, 2, {}, "", void=frozenset({key}))
+        committed = NextView(View(1, before.members), before, 2, {key: (digest,)})
+        void = NextView(View(1, before.members), before, 2, {}, void=frozenset({key}))
         reported, to_zero, to_one = report(liar), Adopted(committed), Adopted(void)
     else:
         rest = tuple(each for each in range(replicas) if each != 1)
         reported = report(liar, apart=frozenset({1}))
-        to_zero, to_one = Adopted(NextView(View(1, rest), before, 2, {}, "replica 1 is lost")), LATE
+        to_zero, to_one = Adopted(NextView(View(1, rest), before, 2, {})), LATE
     send(network, liar, reported)
     send(network, liar, to_zero, to=[0])
     send(network, liar, to_one, to=[1])

@@ -83,9 +83,9 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     assert rank.machine.views.failure is None
     for sender in (2, 4):
         rank.hear(sender, MEET)
-    assert not rank.machine.said.values("finished")
+    assert not rank.machine.said.numbers["finished"]
     rank.handle(rank.machine.begin, VIEW, member=True)
-    assert rank.machine.said.values("finished") == {2: 7}
+    assert rank.machine.said.numbers["finished"] == {2: 7}
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
@@ -102,11 +102,11 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     """Ranks 2 and 3 belong to replica 1; 4 and 5 to a replica that is no member."""
     has_a_say = sender < 4
     member.hear(sender, MEET)
-    assert member.machine.said.values("finished") == ({sender: 7} if has_a_say else {})
+    assert member.machine.said.numbers["finished"] == ({sender: 7} if has_a_say else {})
     assert member.hear(sender, Introduce(ENTRY)).introduced == ([ENTRY] if has_a_say else [])
     member.hear(sender, Announcement("speed", 2.0))
-    assert member.machine.said.values("speed") == ({sender: 2.0} if has_a_say else {})
-    assert member.hear(sender, Excluded(1 << 53, "another process has taken its place")).closed == has_a_say
+    assert member.machine.said.numbers["speed"] == ({sender: 2.0} if has_a_say else {})
+    member.hear(sender, Excluded(1 << 53, "another process has taken its place"))
     assert (member.machine.views.failure is not None) == has_a_say
 
 
@@ -155,7 +155,6 @@ FLOODS: dict[str, tuple[int, Callable[[int], Any]]] = {
     "changes of a view far away": (8000, lambda n: FAR),
     "votes on rounds that no rank begins": (200, lambda n: RoundVote(3, (n, 0), "", "x" * 500)),
     "headers of rounds that no rank begins": (3000, lambda n: Header(3, (n, 0), 2, 1.0, 1.0, "d")),
-    "announcements": (60, lambda n: Announcement(f"topic {n}", n)),
 }
 """How many kB 1,500 of them may take, and the message."""
 
@@ -241,7 +240,7 @@ def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views(
         machine.handle(0.0, machine.receive, rank, Announcement("stop", step))
     machine.handle(0.0, machine.begin, View.of(3), member=True)
     assert not machine.said.stopping
-    assert not machine.said.values("stop"), "also of the member that names a step that nobody can have reached"
+    assert not machine.said.numbers["stop"], "also of the member that names a step that nobody can have reached"
 
 
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
@@ -292,7 +291,7 @@ def test_what_nobody_can_mean_is_the_senders_fault(member: Rank, sender: int, me
         RoundVote(3, (0, 1 << 50), "d"),
         Change(Report(2, 3, step=1 << 50), "why"),
         Change(Report(3, 3), "why"),
-        Adopted(NextView(View(1 << 50, (0, 1)), View((1 << 50) - 1, (0, 1)), 1, {}, "")),
+        Adopted(NextView(View(1 << 50, (0, 1)), View((1 << 50) - 1, (0, 1)), 1, {})),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -309,4 +308,4 @@ def test_rounds_may_count_from_a_checkpoint_and_steps_from_zero(member: Rank) ->
     given = Contribution(round=RoundId(0, 5000), replica=0, codec=CODEC, numel=NUMEL, payload=PAYLOAD, digest="d")
     member.handle(member.machine.rounds.submit, Submitted(given, 1, 0.0))
     assert_nothing(member.hear(2, Header(3, (1, 5001), NUMEL, 1.0, 1.0, "d")))
-    assert member.machine.rounds.missing(RoundId(1, 5001)) == (0, 1), "its other rank has not contributed"
+    assert member.machine.rounds.others_have_contributed()

@@ -233,13 +233,13 @@ def test_no_two_members_decide_differently_whatever_order_votes_come_in(
     assert liar in votes or taken <= {all(each.ok and each == votes[voters[0]] for each in votes.values())}
 
 
-def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
+def test_digests_must_be_equal_at_a_position_and_only_there() -> None:
     """Two replicas of two ranks: ranks at the same position hold the same shard."""
-    positions, shards = {0: 0, 1: 1, 2: 0, 3: 1}, dict(enumerate(map(vote, ("first", "second", "first", "second"))))
-    assert tally(range(4), shards, me=0, groups=positions) == (True, "")
+    shards = dict(enumerate(map(vote, ("first", "second", "first", "second"))))
+    assert tally(range(4), shards, me=0, size=2) == (True, "")
     assert tally(range(4), shards, me=0)[1]
     mixed = shards | {3: vote("odd")}
-    assert tally(range(4), mixed, me=0, groups=positions) == (None, "rank 3 holds a different average than rank 1")
+    assert tally(range(4), mixed, me=0, size=2) == (None, "rank 3 holds a different average than rank 1")
 
 
 # Which silent ranks count as lost: a dead one soon, whoever else is quiet; and what a suspended process knows.

@@ -17,7 +17,7 @@ import pytest
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, RoundCommitted, ViewChanged
-from diloco.membership import Candidate, LastViews
+from diloco.membership import Candidate
 from diloco.protocol import Rules
 from diloco.train import Fleet, follow_views
 from diloco.transport import (
@@ -167,8 +167,8 @@ def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     """Before, any process that a searcher asked could end a member that lives by speaking in its name."""
     fleets = meet(3)
     directory = fleets[2].directory
-    identities = dict(fleets[2].transport.connections.identities)
-    directory.election = replace(directory.election, views=LastViews(fleets[2].transport.view, identities=identities))
+    directory.me = Candidate(2, 0, fleets[2].transport.view)
+    directory.identities = dict(fleets[2].transport.connections.identities)
     words = "answers in the name of replica 1, which is another one"
     with answering(Looking(Candidate(1, 30))) as liar, pytest.raises(TransportError, match=words):
         fleets[2].transport.connections.call(directory.ask(liar))

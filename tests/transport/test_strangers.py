@@ -398,7 +398,7 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
         return unit.data
 
     relays.hook = hold_back
-    long = Welcome(NextView(View.of(2), View(-1, (0, 1)), 1, {}, ""), bytes(1 << 18))
+    long = Welcome(NextView(View.of(2), View(-1, (0, 1)), 1, {}), bytes(1 << 18))
     for _ in range(96):  # part of it is buffered in the kernel
         first.connections.post(first.connections.send, 1, long)
     average = first.average(contribution(0)).wait()
@@ -451,7 +451,7 @@ def test_whatever_a_stream_begins_with_the_peer_goes_on(swarm: Swarms) -> None:
     me = load_identity(swarm.key(9)).peer_id
     hello: dict[str, Any] = {"kind": "hello", "rank": 9, "address": me}
     entry = {"rank": 9, "address": me, "facts": {}, "held_step": -1, "places": []}
-    following = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
+    following = NextView(View(3, (9,)), View(2, (9,)), 0, {})
     openings: dict[str, tuple[dict[str, Any], ...]] = {
         "hello in the name of a member": (hello | {"rank": 1},),
         "hello from another address": (hello | {"address": "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"},),

@@ -47,22 +47,11 @@ def test_a_sum_in_other_memory_than_the_mean_has_the_same_bits(wires: Wires, mon
         contract.test_clipping_and_rules_give_every_replica_the_bits_of_the_pure_function(wires.meet, rule)
 
 
-def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
-    transports = wires.meet(3, min_contributors=2)
-    given = [contribution(m) for m in range(3)]
-    given[1] = replace(given[1], payload=torch.full_like(given[1].payload, 255))
-    averages = exchange(transports, given)
-    assert {average.contributors for average in averages} == {(0, 2)}
-    assert {average.note.partition(":")[0] for average in averages} == {"the contribution of replica 1 was refused"}
-
-
 def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> None:
     first, _, third = transports = wires.meet(3, continue_without_lost=True)
     for number, transport in enumerate(transports):
         transport.announce_speed(1.5 + number)
-    at_once(
-        [lambda each=each: each.meet("told", 0) for each in transports]
-    )  # messages of a connection keep their order
+    at_once([each.finish for each in transports])  # messages of a connection keep their order
     assert first.speeds() == {1: 2.5, 2: 3.5}
     adopted = threading.Event()
     first.on_change = lambda following: adopted.set()
@@ -83,7 +72,7 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
     other.publish(lambda fragment: {"ready": asked.set() or ready.wait()})
     waiting = [
         in_thread(transport.average(contribution(0)).wait, "waiting"),
-        in_thread(lambda: transport.meet("the end", 1), "waiting"),
+        in_thread(transport.finish, "waiting"),
         in_thread(lambda: transport.agree({"seed": "0"}), "waiting"),
         transport.fetch(0, [1]),
     ]
@@ -100,7 +89,7 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
         ready.set()
     transport.close()
     assert not any(thread.name == "diloco-control-0" for thread in threading.enumerate())
-    for late in (lambda: transport.average(contribution(0, outer_step=1)), lambda: transport.meet("later", 1)):
+    for late in (lambda: transport.average(contribution(0, outer_step=1)), transport.finish):
         with pytest.raises(TransportError, match="has closed its transport"):
             late()
 
@@ -161,7 +150,7 @@ def test_an_internal_error_ends_one_transport_at_once_and_the_others_go_on(wires
     bad = transports[BAD]
     waiting: list[Future[Any]] = [
         in_thread(lambda: bad.average(broken("payload_bytes")).wait(), "waiting"),
-        in_thread(lambda: bad.meet("the end", 1), "waiting"),
+        in_thread(bad.finish, "waiting"),
         in_thread(lambda: bad.agree({"seed": "0"}), "waiting"),
     ]
     for each in waiting:
@@ -169,7 +158,7 @@ def test_an_internal_error_ends_one_transport_at_once_and_the_others_go_on(wires
             each.result(LIMIT_S)
     assert "Bug" in str(bad.failure)
     assert [each.result(LIMIT_S) for each in good] == [(0, 2), (0, 2)]
-    for late in (lambda: bad.average(contribution(BAD, outer_step=50)).wait(), lambda: bad.meet("later", 1)):
+    for late in (lambda: bad.average(contribution(BAD, outer_step=50)).wait(), bad.finish):
         with pytest.raises(TransportError, match="Bug"):
             late()
 

@@ -1,10 +1,9 @@
-from .bootstrap import BootstrapElection as BootstrapElection
 from .bootstrap import Candidate as Candidate
-from .bootstrap import LastViews as LastViews
+from .bootstrap import founded_view as founded_view
+from .bootstrap import missing_members as missing_members
 from .next_view import Policy as Policy
 from .next_view import byzantine_quorum as byzantine_quorum
 from .next_view import largest_set as largest_set
-from .next_view import names_of as names_of
 from .next_view import next_view as next_view
 from .next_view import refusal as refusal
 from .next_view import staying_members as staying_members
@@ -22,3 +21,4 @@ from .values import RoundIds as RoundIds
 from .values import View as View
 from .values import Votes as Votes
 from .values import Words as Words
+from .values import names_of as names_of

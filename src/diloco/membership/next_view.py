@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from diloco.membership.values import NextView, Report, View
+from msgspec import Meta
 
-_MAX_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
+from diloco.algorithm import check_choice
+from diloco.membership.values import NextView, Report, View, names_of
+
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 
 
@@ -17,12 +19,16 @@ _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 class Policy:
     """The conditions under which survivors may form a smaller view."""
 
-    min_replicas: int = 1  # the fewest replicas that may continue after a loss; a growing view may have fewer
+    # the fewest replicas that may continue after a loss; a growing view may have fewer
+    min_replicas: Annotated[int, Meta(ge=1)] = 1
     # what a side of a partition does that can't reach members which may be continuing without it. ``stop``: only the
     # larger side continues, or of two halves the one with the lowest-numbered member. ``go-on``: any side continues
     # that has ``min_replicas`` of the old members. If that is more than half of all replicas, at most one side has
     # them.
     split: Literal["stop", "go-on"] = "stop"
+
+    def __post_init__(self) -> None:
+        check_choice("split", self.split, ("stop", "go-on"))
 
 
 def refusal(
@@ -56,12 +62,6 @@ def refusal(
     if lost and len(counted) < policy.min_replicas:
         return f"{len(counted)} of at least {policy.min_replicas} replicas are left"
     return ""
-
-
-def names_of(replicas: Collection[int]) -> str:
-    """Name replicas for a message, at most eight of them."""
-    names, more = ", ".join(map(str, sorted(replicas)[:_MAX_NAMED])), len(replicas) - _MAX_NAMED
-    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
 
 
 def byzantine_quorum(members: int) -> int:
@@ -134,21 +134,10 @@ def next_view(
         and all(key in votes and votes[key] == each[index % size] for index, votes in enumerate(held))
     }
     return NextView(
-        view=view.followed_by(members, sorted(joining)),
+        view=view.followed_by(members),
         previous=view,
         from_step=max(report.step for report in reports) + 1,
         commits=agreed,
-        reason="; ".join(
-            f"{names_of(some)} {one if len(some) == 1 else several}"
-            for some, one, several in (
-                (lost - left, "is lost", "are lost"),
-                (left, "has left", "have left"),
-                (joining, "joins", "join"),
-                (members, "continues", "continue"),
-            )
-            if some
-        ),
-        joined=tuple(sorted(joining)),
         void=void.difference(agreed),
         left=tuple(sorted(left)),
         silent=tuple(sorted(lost - gone)),

@@ -13,7 +13,6 @@ from msgspec import Meta
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError
-from diloco.units import visible
 
 GREATEST = 1 << 53
 """The upper bound of every step, size and count."""
@@ -23,7 +22,7 @@ MOST_RANK = (1 << 31) - 1
 
 _MAX_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
 MAX_MEMBERS = 1 << 12
-_MOST_WORDS = 500
+_MAX_NAMED = 8  # of several replicas
 
 Count = Annotated[int, Meta(ge=0, le=GREATEST)]
 Rank = Annotated[int, Meta(ge=0, le=MOST_RANK)]
@@ -72,13 +71,20 @@ class View:
         """The first view of ``num_replicas`` replicas, numbered from 0."""
         return cls(0, tuple(range(num_replicas)))
 
-    def followed_by(self, members: Sequence[int], joined: Sequence[int] = ()) -> View:
-        """Return the next view with ``members``, of which ``joined`` are not in this one.
+    def followed_by(self, members: Sequence[int]) -> View:
+        """Return the next view with ``members``, in ascending order.
 
-        >>> View.of(3).followed_by((1, 2)).followed_by((0, 1, 2), (0,)).order
+        >>> View.of(3).followed_by((1, 2)).followed_by((0, 1, 2)).order
         (1, 2, 0)
         """
-        return View(self.id + 1, tuple(members), (*(each for each in self.order if each in members), *sorted(joined)))
+        kept = [each for each in self.order if each in members]
+        return View(self.id + 1, tuple(members), (*kept, *(each for each in members if each not in kept)))
+
+
+def names_of(replicas: Collection[int]) -> str:
+    """Name replicas for a message, at most eight of them."""
+    names, more = ", ".join(map(str, sorted(replicas)[:_MAX_NAMED])), len(replicas) - _MAX_NAMED
+    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,11 @@ class NextView:
     # this inner step or later belong to the next view, and earlier undecided rounds are void.
     from_step: Count
     commits: Commits  # the committed rounds that a survivor may not have committed itself
-    reason: Words
-    joined: Ranks = ()  # replicas that were not members before
     void: RoundIds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
     silent: Ranks = ()  # members that were left out, and that may still be running; ascending
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
         if self.view.id != self.previous.id + 1:
             raise ConfigurationError(f"view {self.previous.id} can't be followed by view {self.view.id}.")
 
@@ -106,6 +109,23 @@ class NextView:
     def staying(self) -> tuple[int, ...]:
         """The members of the old view that stay."""
         return tuple(each for each in self.view.members if each in self.previous.members)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The replicas that were not members before."""
+        return tuple(each for each in self.view.members if each not in self.previous.members)
+
+    @property
+    def reason(self) -> str:
+        """What has become of the members, for users."""
+        lost = {*self.previous.members}.difference(self.view.members, self.left)
+        parts = (
+            (lost, "is lost", "are lost"),
+            (self.left, "has left", "have left"),
+            (self.joined, "joins", "join"),
+            (self.view.members, "continues", "continue"),
+        )
+        return "; ".join(f"{names_of(who)} {one if len(who) == 1 else several}" for who, one, several in parts if who)
 
     @property
     def carries_over(self) -> bool:

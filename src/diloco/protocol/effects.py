@@ -12,11 +12,8 @@ from diloco.errors import TransportError
 from diloco.membership import NextView, View
 from diloco.protocol.wire import Entry, WireMessage
 
-
-@dataclass(frozen=True)
-class Timer:
-    view_id: int  # the view in which the timer was set
-    round: RoundId | None = None  # at which to look; None: at the change to the next view
+Timer = RoundId | None
+"""At which round to look; None: at the change to the next view. None is left from an earlier view."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class GiveVerdict:
 class Commit:
     """How a round went that every replica applies."""
 
-    round: RoundId  # the round
+    round: RoundId
     view: View  # the view whose members took part
     contributors: tuple[int, ...]  # the replicas in the mean, ascending
     sent_bytes: int  # payload bytes that this replica sent for the round
@@ -86,14 +83,13 @@ class Effects:
     timers: dict[Timer, float | None] = field(default_factory=dict)
     # rounds that are applied by every replica, each with the mean that it holds, or by none, with the error
     outcomes: list[tuple[RoundId, Commit | TransportError]] = field(default_factory=list)
-    # views that were adopted, each with the reason as this rank learned it, and the decision; and the ranks that join,
-    # to which a `Welcome` with the owner's note goes
-    adopted: list[tuple[NextView, str, tuple[int, ...]]] = field(default_factory=list)
+    # views that were adopted, each with the reason as this rank learned it, and the decision; a `Welcome` with the
+    # owner's note goes to the ranks that join
+    adopted: list[tuple[NextView, str]] = field(default_factory=list)
     # rounds of which to exchange the payloads with the members of a view, once there is a verdict
     exchanges: list[tuple[View, RoundId]] = field(default_factory=list)
     verdicts: list[GiveVerdict] = field(default_factory=list)
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
-    closed: bool = False  # whether this rank takes part in no more rounds: all exchanges end
     registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
     introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't
 
@@ -107,5 +103,4 @@ class Outbox:
     now_s: float = 0.0
 
     def send(self, ranks: Iterable[int], message: WireMessage) -> None:
-        """Send a message to each of ``ranks``."""
         self.effects.messages += [(rank, message) for rank in ranks]

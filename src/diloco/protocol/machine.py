@@ -24,7 +24,6 @@ from diloco.protocol.wire import (
     Announcement,
     Beat,
     Change,
-    Entry,
     Excluded,
     FactsMessage,
     Header,
@@ -106,7 +105,7 @@ class Machine:
 
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
-        asked = {self.rules.replica_of(rank) for rank in self.said.values("stop")} & {*self.views.view.members}
+        asked = {self.rules.replica_of(rank) for rank in self.said.numbers["stop"]} & {*self.views.view.members}
         if not self.rules.continue_without_lost:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
@@ -124,9 +123,8 @@ class Machine:
         self.said.forget(rank)
 
     def fire(self, timer: Timer) -> None:
-        """A timer has run out."""
-        if timer.round is None:
-            self.views.settle(timer.view_id)
+        if timer is None:
+            self.views.settle()
         else:
             self.rounds.look(timer)
 
@@ -157,7 +155,7 @@ class Machine:
                 self._asked = frozenset(connected)
                 self._outbox.send(connected, msgspec.structs.replace(message, connected=connected))
             case FactsMessage():
-                self.said.record(self.rules.rank, Entry, message.entry)
+                self.said.entries[self.rules.rank] = message.entry
                 self._outbox.send(self.roster.connections, message)
             case Announcement("stop"):
                 self._stop()
@@ -185,7 +183,7 @@ class Machine:
         return self.rules.together and not self.rules.raise_on_loss
 
     def _announce(self, message: Announcement) -> None:
-        self.said.record(self.rules.rank, message.topic, message.value)
+        self.said.numbers[message.topic][self.rules.rank] = message.value
         if self._began:
             self._outbox.send((rank for rank in self.views.others() if rank in self.roster.connections), message)
 
@@ -216,15 +214,12 @@ class Machine:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
             case _:
                 connection = self.roster.connections.get(sender)
-                if self._began:
-                    self._process(sender, message, connection)
-                elif not self._hold(sender, message, connection):
-                    raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
+                (self._process if self._began else self._hold)(sender, message, connection)
 
     def _receive_announcement(self, sender: int, message: Announcement) -> None:
         if message.topic == "stop" and message.value > self.rounds.greatest_step:
             raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value:g}")
-        self.said.record(sender, message.topic, message.value)
+        self.said.numbers[message.topic][sender] = message.value
         of_mine = self.rules.replica_of(sender) == self.rules.replica
         if message.topic == "stop" and (of_mine or self.stop_is_agreed()):
             self._stop()
@@ -257,9 +252,9 @@ class Machine:
             case _ if ahead > (_VIEWS_AHEAD if views.is_member and is_from_member else float("inf")):
                 views.drop(sender, f"rank {sender} sent a message about view {message.view}, far ahead of the others")
             case _ if ahead > 0:
-                self._hold_back(sender, message, connection)
+                self._hold(sender, message, connection)
             case Header() | RoundVote() if not views.is_member:
-                self._hold_back(sender, message, connection)
+                self._hold(sender, message, connection)
             case _ if not is_from_member:
                 if ahead < 0 and sender not in self.roster.members and views.is_member:
                     # it was lost while that view began, and could not be told then
@@ -284,12 +279,8 @@ class Machine:
 
     # Messages that wait for a view.
 
-    def _hold_back(self, sender: int, message: Message, connection: int | None) -> None:
-        if not self._hold(sender, message, connection):
-            self.views.drop(sender, f"rank {sender} exceeded the hold-back limit with messages about later views")
-
-    def _hold(self, sender: int, message: Message, connection: int | None) -> bool:
-        """Hold a message until a view begins. Return False if its sender has reached its limit.
+    def _hold(self, sender: int, message: Message, connection: int | None) -> None:
+        """Hold a message until a view begins; raise `MessageError` if its sender has reached its limit.
 
         All non-members together have a limit, too: their oldest messages are dropped. Before there are views, nobody is
         known to be a member.
@@ -298,12 +289,11 @@ class Machine:
         sizes = [len(each) for rank, each, _, _ in self._held if rank == sender]
         most_bytes = _MAX_MEMBER_BYTES if from_member else _MAX_STRANGER_BYTES
         if len(sizes) >= _MAX_HELD or sum(sizes) + len(data) > most_bytes:
-            return False
+            raise MessageError("the sender exceeded the hold-back limit with messages about later views")
         self._held.append((sender, data, connection, from_member))
         strangers = [each for each in self._held if not each[3]]
         while sum(len(each[1]) for each in strangers) > _MAX_STRANGERS_BYTES:
             self._held.remove(strangers.pop(0))
-        return True
 
     def _release_held(self) -> None:
         """Process the messages that were held until this view began; those about later views are held again."""

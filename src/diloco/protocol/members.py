@@ -1,19 +1,18 @@
-"""What a rank knows of the others: their connections, the numbers of barriers, and the arguments of training loops."""
+"""What a rank knows of the others: their connections, their reports on the end of a view, and what they announce."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, get_args
 
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import Entry, FactsMessage, MessageError, digest_of
+from diloco.protocol.wire import Entry, FactsMessage, MessageError, Topic, digest_of
 
 _MOST_UNSTEADY = 2
 _QUIET_BEATS = 1.5  # a connected rank from which nothing is received for so many heartbeats is unsteady for a while
 _UNSTEADY_PERIODS = 10  # times that: the while
-_MOST_TOPICS = 64  # most topics that one rank may name; a run has three, besides entries
 _MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 
 
@@ -159,7 +158,6 @@ class Reports:
 
     @property
     def has_accepted(self) -> bool:
-        """Whether any rank has accepted a proposal."""
         return any(report.accepted for report in self.last.values())
 
     def adopters(self, following: NextView) -> set[int]:
@@ -168,58 +166,40 @@ class Reports:
 
 
 class Announcements:
-    """What ranks have said of themselves, by topic: `Entry`, or as in an `Announcement`.
+    """What ranks have said of themselves: an entry, and the numbers of each `Announcement`.
 
     Each rank sends its entry, with the facts about its training loop, to all connected ranks. A rank that has already
     sent its own answers with it, so that a joining replica learns those of the members. A rank compares once, when its
     own loop begins. A joiner with other arguments therefore stops without disturbing the others.
-
-    >>> said = Announcements(Rules())
-    >>> said.record(0, "finished", 7)
-    >>> said.awaited("finished", {0, 1}), said.values("finished")
-    ({1}, {0: 7})
     """
 
     def __init__(self, rules: Rules) -> None:
         self.stopping = False  # whether this rank stops, by itself or with the others
+        self.entries: dict[int, Entry] = {}  # by rank
+        self.numbers: dict[Topic, dict[int, float]] = {topic: {} for topic in get_args(Topic)}  # by topic and rank
         self._rules = rules
-        self._values: dict[Hashable, dict[int, Any]] = {}
         self._were_members = {rules.rank}
         self._replicas: set[int] = set()  # the members of the current view
 
     @property
     def mine(self) -> Entry | None:
-        """The entry that this rank has announced, or None."""
-        return self.values(Entry).get(self._rules.rank)
-
-    def record(self, rank: int, topic: Hashable, value: Any) -> None:
-        if topic not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_TOPICS:
-            raise MessageError(f"the sender has named more than {_MOST_TOPICS} topics")
-        self._values.setdefault(topic, {})[rank] = value
-
-    def values(self, topic: Hashable) -> dict[int, Any]:
-        """Return what each rank has said, by rank."""
-        return dict(self._values.get(topic, {}))
-
-    def awaited(self, topic: Hashable, present: Collection[int]) -> set[int]:
-        """Return the ranks in ``present`` that have said nothing."""
-        return set(present) - self._values.get(topic, {}).keys()
+        return self.entries.get(self._rules.rank)
 
     def receive(self, sender: int, message: FactsMessage) -> Entry | None:
         """Record another rank's entry. Return this rank's own if the sender expects it in answer."""
         if message.entry.rank != sender:
             raise MessageError("the message holds the facts of another rank")
-        self.record(sender, Entry, message.entry)
+        self.entries[sender] = message.entry
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
         self._replicas = {*members}
         self._were_members.update(ranks := self._rules.ranks(members))
-        self._values["speed"] = {rank: speed for rank, speed in self.values("speed").items() if rank in ranks}
+        self.numbers["speed"] = {rank: speed for rank, speed in self.numbers["speed"].items() if rank in ranks}
 
     def forget(self, rank: int) -> None:
         if rank not in self._were_members:
-            self._values.get(Entry, {}).pop(rank, None)
+            self.entries.pop(rank, None)
 
     def refusal(self) -> str:
         """Return the first difference from a current or former member, naming both sides, or "" if this rank goes on.
@@ -227,11 +207,10 @@ class Announcements:
         Where the survivors of a loss continue, it goes on if no more members differ from it than could lie: these are
         the ones to stop.
         """
-        said = self.values(Entry)
         if (mine := self.mine) is None:
             return ""
-        counting = sorted(self._were_members & said.keys())
-        words = {rank: mine.diff(said[rank], self._rules.ranks_per_replica) for rank in counting}
+        counting = sorted(self._were_members & self.entries.keys())
+        words = {rank: mine.diff(self.entries[rank], self._rules.ranks_per_replica) for rank in counting}
         differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
         members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
         few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))

@@ -202,7 +202,7 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
     """Return the verdict on a round, which is the same on every rank.
 
     The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
-    if all its positions are. Without `Rules.min_contributors`, all members that have the state are needed.
+    if all its positions are. All members that have the state are needed.
     """
     size = rules.ranks_per_replica
     absent = {
@@ -211,12 +211,11 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
         if any(headers[member * size + position].taking_over for position in range(size))
     }
     there = [member for member in members if member not in absent]
-    needed = max(1, len(there) if rules.min_contributors is None else rules.min_contributors)
     verdicts = [
         judge(
             {member: headers[member * size + position] for member in there},
             members=members,
-            min_contributors=needed,
+            min_contributors=max(1, len(there)),
             absent=absent,
             holders=byzantine_quorum(len(there)),
         )
@@ -227,20 +226,15 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
         worst = next(verdict for verdict in verdicts if verdict.diverged)
         donors = [verdict.donor for verdict in verdicts if verdict.diverged and verdict.donor not in diverged]
         return replace(worst, diverged=diverged, donor=donors[0] if donors else worst.donor)
-    common = set.intersection(*(set(verdict.contributors) for verdict in verdicts))
-    worst = min(verdicts, key=lambda verdict: len(verdict.contributors))
-    refused = tuple(sorted({replica for verdict in verdicts for replica in verdict.refused}))
-    if len(common) < needed:
-        words = worst.reason or "too few replicas have usable contributions at every position"
-        return Verdict((), words, refused=refused)
-    return Verdict(tuple(sorted(common)), worst.reason, donor=verdicts[0].donor, refused=refused)
+    worst = min(verdicts, key=lambda verdict: len(verdict.contributors))  # one that is void, if any is
+    return replace(worst, refused=tuple(sorted({replica for verdict in verdicts for replica in verdict.refused})))
 
 
 # Votes.
 
 
 def tally(
-    voters: Collection[int], votes: Mapping[int, RoundVote], *, me: int, groups: Mapping[int, int] | None = None
+    voters: Collection[int], votes: Mapping[int, RoundVote], *, me: int, size: int = 1
 ) -> tuple[bool | None, str]:
     """Return what the ``votes`` received so far, by voter, mean for the voter ``me``, and the reason.
 
@@ -250,8 +244,8 @@ def tally(
     A member commits a round once every member has voted for the average that the member itself holds. A member that has
     not voted for the round therefore knows that no other member can commit it, and may declare it void. A member that
     has voted for it and receives a vote against it can't know what that voter sent to the others, so the view change
-    settles the outcome. Digests must be equal within each of the ``groups``: ranks at the same position of their
-    replicas hold the same shard.
+    settles the outcome. Digests must be equal among ranks at the same position of their replicas, of ``size`` ranks
+    each, as these hold the same shard.
 
     >>> a, b, no = (RoundVote(0, RoundId(0, 0), *each) for each in (("a",), ("b",), ("", "it is late")))
     >>> tally([0, 1, 2], {0: a, 1: a}, me=0), tally([0, 1, 2], {0: a, 1: a, 2: a}, me=0)
@@ -269,7 +263,7 @@ def tally(
     firsts: dict[int, int] = {}
     for voter in (me, *others):
         if voter in votes and votes[voter].ok:
-            first = firsts.setdefault(groups[voter] if groups else 0, voter)
+            first = firsts.setdefault(voter % size, voter)
             if votes[first].digest != votes[voter].digest:
                 against[voter] = f"rank {voter} holds a different average than rank {first}"
     if not against:

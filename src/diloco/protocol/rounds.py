@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
 from functools import partial
 
 from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundIds, View, Votes, names_of, refusal
-from diloco.protocol.effects import GiveVerdict, Outbox, Submitted, Timer
+from diloco.protocol.effects import GiveVerdict, Outbox, Submitted
 from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -44,7 +44,6 @@ class Rounds:
         self._rules = rules
         self._outbox = outbox
         self._ranks: tuple[int, ...] = ()
-        self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Votes = {}  # the recently committed rounds of this view
         self._void: RoundIds = frozenset()  # the void ones, also of earlier views
@@ -73,7 +72,6 @@ class Rounds:
         if self.failure is None:
             self._spoilt = {each: self._spoilt.get(each, deque(maxlen=_RECENT_ROUNDS)) for each in view.members}
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
-            self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
             self._rounds, self._last = {}, {}
             self._commits, self._void = {}, void
             for submitted in carried:
@@ -182,7 +180,6 @@ class Rounds:
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
                 undecided.append((each.begun.sent_s, each.renewed(each.begun, self._outbox.now_s, self._frozen_s)))
-                self._stop_timer(each)
             if each.verdict is None:  # so that the exchange does not wait for the verdict
                 self._give_verdict(each, Verdict((), reason))
         return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
@@ -218,10 +215,6 @@ class Rounds:
             self._count(each, sender, vote)
 
     # What others ask about rounds.
-
-    def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        each = self._rounds.get(round_id)
-        return each.missing if each is not None else () if self.view is None else self.view.members
 
     def others_have_contributed(self) -> bool:
         """Return whether another rank has contributed to a round to which this one has not."""
@@ -262,15 +255,15 @@ class Rounds:
         each.exchanging = False
         each.free()
 
-    def look(self, timer: Timer) -> None:
+    def look(self, round_id: RoundId) -> None:
         """Vote against a round that takes too long, and exclude the replicas that have kept it waiting for too long.
 
         A replica's vote is late if it has not arrived a round timeout after this rank's own vote. All have contributed
         by then, and a rank that has no mean within that time of its contribution votes against the round. Such replicas
         are excluded even if the others can't continue without them.
         """
-        each, limit_s = self._find(timer.view_id, timer.round), self._rules.round_timeout_s
-        if each is None or each.committed is not None or self.frozen:
+        each, limit_s = self._rounds[round_id], self._rules.round_timeout_s
+        if self.frozen:
             return
         has_voted = self._rules.rank in each.votes
         if not has_voted and self._outbox.now_s >= each.due_s:
@@ -281,7 +274,7 @@ class Rounds:
         if has_voted:
             assert self.view is not None
             # if the others can't continue without them, the view change shows whether they have committed the round
-            each.disputed = each.disputed or bool(refusal(self.view, late, self._rules.policy))
+            each.disputed = each.disputed or bool(refusal(self.view, late, self._rules))
             why = f"{'have' if len(late) > 1 else 'has'} not voted on {each.id}"
         else:
             why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
@@ -290,7 +283,7 @@ class Rounds:
 
     def _look_at(self, each: Round) -> frozenset[int]:
         """Look at a round, now and when it is due or the next look is; return the replicas that are late."""
-        self._outbox.effects.timers[Timer(each.view.id, each.id)] = each.next_look_s(self._outbox.now_s)
+        self._outbox.effects.timers[each.id] = each.next_look_s(self._outbox.now_s)
         return each.late()
 
     # From headers to an outcome.
@@ -353,7 +346,7 @@ class Rounds:
         agrees = vote.ok and sender != self._rules.rank and (mine is None or mine.digest == vote.digest)
         if agrees and len(each.votes) < len(self._ranks):
             return  # nothing follows before all have voted
-        committed, reason = tally(self._ranks, each.votes, me=self._rules.rank, groups=self._positions)
+        committed, reason = tally(self._ranks, each.votes, me=self._rules.rank, size=self._rules.ranks_per_replica)
         if committed is False and mine is None:
             # a replica named as diverged must wait for the headers with this vote as well
             self._cast(each, reason=reason, diverged=vote.diverged)
@@ -366,7 +359,8 @@ class Rounds:
     def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
         each.committed, each.reason = committed, reason
-        self._stop_timer(each)
+        if each.begun is not None:
+            self._outbox.effects.timers[each.id] = None
         fragment, outer_step = each.id
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
@@ -387,8 +381,7 @@ class Rounds:
 
     # The table of rounds.
 
-    def _find(self, view_id: int, round_id: RoundId | None) -> Round | None:
-        assert round_id is not None
+    def _find(self, view_id: int, round_id: RoundId) -> Round | None:
         return self._rounds.get(round_id) if self.view is not None and view_id == self.view.id else None
 
     def _round(self, round_id: RoundId) -> Round:
@@ -404,10 +397,6 @@ class Rounds:
             or round_id.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
-
-    def _stop_timer(self, each: Round) -> None:
-        if each.begun is not None:
-            self._outbox.effects.timers[Timer(each.view.id, each.id)] = None
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""

@@ -6,21 +6,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
-from diloco.algorithm import RoundId, check_choice, check_ranges
+from diloco.algorithm import RoundId, check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.membership import Policy
 
-_Split = Literal["stop", "go-on"]
 _Count = Annotated[int, Meta(ge=1)]
 _Time = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(Policy):
     """The rules of a run, independent of the network that carries its messages, and who this rank is.
 
     The time-outs form one hierarchy: two heartbeats fit into a silence, a silence into a round, and two silences into
@@ -41,10 +40,6 @@ class Rules:
     # changes is added, up to as much again
     round_timeout_s: _Time = 600.0
     rendezvous_timeout_s: _Time = 300.0  # for all ranks to find and connect to each other
-    # a round with fewer contributions is void; None: all members that have the state are needed
-    min_contributors: Annotated[int | None, Meta(ge=1)] = None
-    min_replicas: _Count = 1  # least number of replicas with which a run continues; see `Policy`
-    split: _Split = "stop"  # what the smaller side of a partitioned network does; see `Policy`
     # whether the survivors of a loss form a smaller view; otherwise all later rounds are void, or raise
     continue_without_lost: bool = False
     together: bool = True  # whether all ranks stop when one has to; otherwise it may search for the others and rejoin
@@ -55,6 +50,7 @@ class Rules:
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ranges(self)
         if not 2 * self.heartbeat_s <= self.silence_s <= self.round_timeout_s:
             raise ConfigurationError(
@@ -66,7 +62,6 @@ class Rules:
                 f"late_s={self.late_s} must be at least twice silence_s={self.silence_s}, or a replica that lies could "
                 "have others excluded as late that were quiet for less than a silence."
             )
-        check_choice("split", self.split, get_args(_Split))
         if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
             raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
 
@@ -81,27 +76,19 @@ class Rules:
 
     @property
     def replica(self) -> int:
-        """The replica to which this rank belongs."""
         return self.replica_of(self.rank)
 
     @property
     def position(self) -> int:
-        """The position of this rank in its replica."""
         return self.rank % self.ranks_per_replica
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica to which a rank belongs."""
         return rank // self.ranks_per_replica
 
     def ranks(self, replicas: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of these replicas, one replica after the other."""
         size = self.ranks_per_replica
         return tuple(rank for replica in replicas for rank in range(replica * size, (replica + 1) * size))
-
-    @property
-    def policy(self) -> Policy:
-        """Which replicas may continue after a loss."""
-        return Policy(self.min_replicas, self.split)
 
     @property
     def connect_timeout_s(self) -> float:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from diloco.algorithm import RoundId
 from diloco.membership import Accepted, NextView, Report, View, next_view, refusal, staying_members
-from diloco.protocol.effects import Outbox, Timer
+from diloco.protocol.effects import Outbox
 from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -78,7 +78,7 @@ class ViewChange:
 
     def tick(self) -> None:
         """Look at the clock, also again after a part of a turn."""
-        self._outbox.effects.timers[Timer(self.view.id)] = _TURN * self._rules.silence_s / _TICKS
+        self._outbox.effects.timers[None] = _TURN * self._rules.silence_s / _TICKS
         self._ticked = True
 
     # What this rank observes and receives.
@@ -286,12 +286,12 @@ class ViewChange:
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
-        return refusal(self.view, lost, self._rules.policy, gone=self._ended(), joining=joining)
+        return refusal(self.view, lost, self._rules, gone=self._ended(), joining=joining)
 
     def _best(self, there: Collection[int]) -> tuple[int, ...]:
         """Return those of ``there`` that stay at best, as far as is known."""
         return staying_members(
-            self.view, self._reports.last.values(), there, self._rules.ranks_per_replica, self._rules.policy
+            self.view, self._reports.last.values(), there, self._rules.ranks_per_replica, self._rules
         )
 
     def _silent(self, reports: Mapping[int, Report]) -> set[int]:
@@ -337,7 +337,7 @@ class ViewChange:
             return
         staying = self._best(there)
         ranks = rules.ranks(staying)
-        following = next_view(view, [reports[rank] for rank in ranks], staying, rules.policy, there) if ranks else None
+        following = next_view(view, [reports[rank] for rank in ranks], staying, rules, there) if ranks else None
         if following is not None:
             digests = {rank: digest_of(reports[rank].content) for rank in ranks}
             self._set_proposal(Propose(self.mine.ballot, following, digests), send=True)
@@ -370,7 +370,7 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        return not refusal(self.view, denying, self._rules.policy, joining=following.joined)
+        return not refusal(self.view, denying, self._rules, joining=following.joined)
 
     def _accept(self) -> None:
         proposal, mine, me, ballot = self._proposal, self.mine, self._rules.replica, self.mine.ballot
@@ -406,7 +406,7 @@ class ViewChange:
             return False
         if not all(map(self._hears, following.staying)):
             return False
-        if next_view(self.view, reports, following.staying, rules.policy) != following:
+        if next_view(self.view, reports, following.staying, rules) != following:
             self.extend(apart={self._first})
             self._is_refused = True
             return False

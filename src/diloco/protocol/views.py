@@ -9,7 +9,7 @@ from typing import Any
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership import NextView, Report, RoundIds, View, byzantine_quorum, names_of, refusal
-from diloco.protocol.effects import Outbox, Submitted, Timer
+from diloco.protocol.effects import Outbox, Submitted
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -107,7 +107,6 @@ class Views:
         """Take part in no more rounds. Those in flight end with ``failure``, but for what others have committed."""
         self._end_change()
         self._rounds.close(failure, commits)
-        self._outbox.effects.closed = True
 
     def stop(self, why: str) -> None:
         """Take part in no more rounds for the reason ``why``, and hang up on all others."""
@@ -141,7 +140,7 @@ class Views:
     def _end_change(self) -> None:
         if self.change is not None:
             self._agreed, self.change = self.agreed_view, None
-            self._outbox.effects.timers[Timer(self.view.id)] = None
+            self._outbox.effects.timers[None] = None
 
     def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
         """The reason is known for which the connection to a rank has ended; ``gone``: its process has ended.
@@ -176,15 +175,15 @@ class Views:
 
     def handle_failure(self, view_id: int, why: str, behind: frozenset[int], *, anyway: bool) -> None:
         """End the view, as rounds could not take place in it; see `Rounds`."""
-        if view_id == self.view.id and (anyway or not refusal(self.view, behind, self._rules.policy)):
+        if view_id == self.view.id and (anyway or not refusal(self.view, behind, self._rules)):
             self.end(why, behind=behind)
 
-    def settle(self, view_id: int) -> None:
+    def settle(self) -> None:
         """Do what is due in a view change after some time."""
-        if view_id == self.view.id and self.change is not None:
+        if self.change is not None:
             self.change.tick()
             self._follow()
-        elif view_id == self.view.id:
+        else:
             self._go_on_without_ejected(at_once=True)
 
     def eject(self, replicas: frozenset[int], by: int | None, why: str) -> None:
@@ -208,7 +207,7 @@ class Views:
             if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
                 self.end(self._why_ejected, apart=going)
             else:
-                self._outbox.effects.timers[Timer(self.view.id)] = self._rules.silence_s
+                self._outbox.effects.timers[None] = self._rules.silence_s
 
     # Messages about the current view.
 
@@ -365,7 +364,7 @@ class Views:
             self._hang_up_on(self.others())
 
     def _adopt(self, following: NextView) -> None:
-        change, rounds, effects = self.change, self._rounds, self._outbox.effects
+        change, rounds = self.change, self._rounds
         assert change is not None
         if self._rules.replica not in following.view.members:
             self.exclude(f"{change.why}; {following.reason}")
@@ -379,11 +378,10 @@ class Views:
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following.commits, reason, failure, carried=following.carries_over)
-        effects.closed = effects.closed or failure is not None
         self._disconnect(lost, following)
         self.view = following.view
         self._estranged |= dict.fromkeys(following.silent, self._outbox.now_s + _GUARD * self._rules.silence_s)
-        effects.adopted.append((following, reason, self._rules.ranks(following.joined)))
+        self._outbox.effects.adopted.append((following, reason))
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,7 +21,7 @@ from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -97,6 +97,7 @@ _MOST_ENTRIES = 1 << 12
 _Text = Annotated[str, Meta(max_length=1 << 12)]
 _Swarm = Annotated[str, Meta(max_length=64)]
 Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=1 << 8)]
+Topic = Literal["stop", "finished", "speed"]
 
 
 @dataclass(frozen=True)
@@ -236,9 +237,9 @@ class Over(WireMessage):
 
 
 class Announcement(WireMessage):
-    """A number of the sender: the step at which it reached a barrier, such as "stop"; or its "speed", in steps/s."""
+    """A number of the sender: the step at which it wants to stop or has finished, or its speed in steps/s."""
 
-    topic: Annotated[str, Meta(max_length=64)]
+    topic: Topic
     value: Annotated[float, Meta(ge=0, le=GREATEST)]
 
 

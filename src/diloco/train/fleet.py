@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
-from diloco.membership import LastViews, NextView, Ranks, View, refusal
+from diloco.membership import Candidate, NextView, Ranks, View, refusal
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.transport import (
     Directory,
@@ -78,9 +78,9 @@ class Fleet:
         self._directory: Directory | None = None
         self._replicas, self._margin, self._batch_size = 1, 0, 1
         self._changed = threading.Condition()
-        self._news: list[NextView] = []
+        self._news: list[tuple[NextView, str]] = []
         self._lost_view: View | None = None
-        self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
+        self._me: Candidate | None = None  # what this replica has been and promised when it last lost its view
         self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
         self._searching = False  # whether it has lost its view and not found the others again
         self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
@@ -198,11 +198,11 @@ class Fleet:
 
     # Between two steps.
 
-    def take_news(self) -> tuple[NextView, ...]:
-        """Return the views adopted since the last call."""
+    def take_news(self) -> list[tuple[NextView, str]]:
+        """Return the views adopted since the last call, each with the reason."""
         with self._changed:
             taken, self._news = self._news, []
-            return tuple(taken)
+            return taken
 
     def take_assignments(self) -> tuple[Assignment, ...]:
         """Return the new data assignments since the last call, which follow when replicas join or leave."""
@@ -309,17 +309,17 @@ class Fleet:
         lost, state = self.directory.transport, self.state_dict()
         self._identities |= lost.connections.identities
         last = lost.views.last_view
-        if self._views is None or (last and not self._searching):  # else what it promised earlier still holds
+        if self._me is None or (last and not self._searching):  # else what it promised earlier still holds
             last = last or self._lost_view
             assert last is not None, "only a member can lose the others"
             if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
                 last = replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
-            self._views = LastViews(last, lost.views.agreed_view, identities=dict(self._identities))
+            self._me = Candidate(lost.replica, lost.step, last, lost.views.agreed_view)
         self._searching, self._listening = True, self._listening or lost.connections.streams.keep()
         lost.close()
         listening = self._listening and self._listening.dup()
-        again = Lost(self.directory, self._views, patience_s, listening)
+        again = Lost(self.directory, self._me, dict(self._identities), patience_s, listening)
         self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
         self._stop_listening()
         self._searching = False
@@ -353,8 +353,8 @@ class Fleet:
 
     def _enough(self, view: View) -> bool:
         """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
-        last, policy = self._lost_view, self.directory.transport.rules.policy
-        return last is None or not refusal(last, {*last.members} - {*view.members}, policy)
+        last, rules = self._lost_view, self.directory.transport.rules
+        return last is None or not refusal(last, {*last.members} - {*view.members}, rules)
 
     # View changes, in the control thread.
 
@@ -371,7 +371,7 @@ class Fleet:
                     batch_size=self._batch_size,
                 )
                 self._share(shares, len(view.members))
-            self._news.append(replace(following, reason=self.directory.transport.reason))
+            self._news.append((following, self.directory.transport.reason))
             lacks = self.gathering and not self._enough(view)
             self._changed.notify_all()
             gathers = self._lost_view.members if lacks and self._lost_view else ()

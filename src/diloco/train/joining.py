@@ -63,7 +63,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     step, fleet = session.totals.steps, session.fleet
     if not fleet.rejoins:
         return
-    for news in fleet.take_news():
+    for news, reason in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
         emit(
@@ -75,7 +75,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
                 joined=news.joined,
                 left=tuple(sorted(left)),
                 lost=tuple(sorted(left.difference(news.left))),
-                reason=news.reason,
+                reason=reason,
                 names=fleet.transport.names(),
             )
         )

@@ -162,7 +162,6 @@ class ProcessGroupTransport(Transport):
     def _decide(
         self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
     ) -> Average:
-        """Wait for what the ranks send and decide the round."""
         size, position = self.ranks_per_replica, self._rules.position
         rows = heads()
         headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}

@@ -67,21 +67,13 @@ class RollCall:
         size: the number of ranks.
         silence_s: a rank that has not renewed its record for this long is lost. A third of it is enough once a
             connection has broken.
-        on_ask: called in a thread of its own if another rank asks for something, with its rank and its question.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        *,
-        silence_s: float,
-        on_ask: Callable[[int, Any], None] = lambda rank, question: None,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, silence_s: float) -> None:
         self.rank, self.size, self.silence_s = rank, size, silence_s
         self.names = [f"rank {each}" for each in range(size)]
-        self.on_ask = on_ask
+        # called in a thread of its own with the rank and the question of one that asks for something
+        self.on_ask: Callable[[int, Any], None] = lambda rank, question: None
         self.others_ended_s: float | None = None  # when this rank learnt that another has finished the run
         self._store = store
         self._beat_s = silence_s / _BEATS
@@ -109,8 +101,7 @@ class RollCall:
         return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end; restart them with --resume.")
 
     def check(self) -> None:
-        """Raise the failure, if there is one. For the thread that trains."""
-        self._trains = threading.get_ident()
+        self._trains = threading.get_ident()  # whoever trains calls this
         if (failure := self.failure) is not None:
             self._told = True
             raise failure
@@ -168,7 +159,7 @@ class RollCall:
         return [text.decode() for text in self._store.multi_get([*keys.values()])]
 
     def ask(self, rank: int, question: Any) -> None:
-        """Ask another rank, which answers as its `on_ask` does."""
+        """Have another rank call its `on_ask`."""
         with self._lock:
             self._mine |= {"asks": self._mine["asks"] + 1, "asked": rank, "question": question}
         self._wake.set()

@@ -64,7 +64,6 @@ class NetworkSettings:
 
     @property
     def elastic(self) -> bool:
-        """Whether replicas join and leave as they like."""
         return self.transport == "swarm"
 
     @property
@@ -98,7 +97,6 @@ class NetworkSettings:
 
     @property
     def late_s(self) -> float:
-        """How long the others wait for a late contribution."""
         return 2 * self.silence if self.straggler == "skip" else max(self.round_timeout, 2 * self.silence)
 
     @property

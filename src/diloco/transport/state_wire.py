@@ -65,7 +65,6 @@ class TensorBytes:
         return self._starts[-1]
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return a copy of ``size_bytes`` bytes from ``offset`` on."""
         return b"".join(self._pieces(offset, size_bytes))
 
     def write(self, offset: int, data: bytes) -> None:

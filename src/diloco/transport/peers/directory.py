@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import BootstrapElection, Candidate, LastViews, View, byzantine_quorum
+from diloco.membership import Candidate, View, byzantine_quorum, founded_view, missing_members
 from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, note, table_of
 from diloco.protocol import Looking as Looking
 from diloco.protocol import Members as Members
@@ -39,7 +39,8 @@ class Lost:
     """A view that a rank has lost, and what it needs to find the others again."""
 
     directory: Directory  # with which it had found them; its transport is closed
-    views: LastViews  # what the rank has been and promised; its vote is recorded there
+    me: Candidate  # what the rank has been and promised; its vote is recorded there
+    identities: Mapping[int, str]  # of members by rank, as others can't speak in their name
     patience_s: float  # how long it searches
     listening: socket.socket | None = None  # over TCP, what `TcpStreams.keep` returned; closed with the next transport
 
@@ -69,14 +70,9 @@ class Directory:
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
-        self.election = BootstrapElection(
-            number=transport.replica,
-            held_step=held_step,
-            views=lost.views if lost else None,
-            alone=alone,
-            window_s=join_window_s,
-            policy=transport.rules.policy,
-        )
+        self.me = lost.me if lost else Candidate(transport.replica, held_step)
+        self.identities = lost.identities if lost else {}
+        self.join_window_s, self.alone = join_window_s, alone and self.me.last is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
         self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
@@ -131,19 +127,19 @@ class Directory:
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
-        views, replica_of = self.election.views, self.transport.rules.replica_of
-        members = {*map(replica_of, self.known)} if views is None else {*views.last.members}
+        last, replica_of = self.me.last, self.transport.rules.replica_of
+        members = {*map(replica_of, self.known)} if last is None else {*last.members}
         finished = len(self.transport.finishers & members)  # fewer than could lie have just left
         over = finished >= byzantine_quorum(len(members))
         return "the others have finished the run, and no member is left to join." if over else ""
 
     def awaited(self) -> str:
-        number = "other" if self.election.views is None else len(self.election.views.last.members)
+        number = "other" if self.me.last is None else len(self.me.last.members)
         return f"enough of the {number} replicas to continue ({1 + len(self.looking)} of them are searching)"
 
     def nobody(self, why: Mapping[str, str]) -> str:
         return (
-            f"replica {self.election.number} has searched for the others for {self.patience_s:g} s, its limit, and "
+            f"replica {self.me.number} has searched for the others for {self.patience_s:g} s, its limit, and "
             f"found {len(self.looking)} that are also searching. Its state is saved."
         )
 
@@ -243,7 +239,7 @@ class Directory:
                         self.check(answer)
                         there = True
                         self.found = await self.connect(answer)
-                        return View(-1, tuple(each for each in self.found.members if each != self.election.number))
+                        return View(-1, tuple(each for each in self.found.members if each != self.me.number))
                 except RendezvousError as error:  # this one refuses, but another one may not
                     refusals.append(error)
                     why[str(place)] = str(error)
@@ -266,11 +262,13 @@ class Directory:
             if not there and not self.begins:
                 if over := self.over():
                     raise RunFinishedError(over)
-                may, left = self.may_found(answers, waited_s), self.transport.finishers
-                if may and (view := self.election.founds(self.looking, waited_s, left=left)):
-                    return view
+                may_found = self.may_found(answers, waited_s)
+                if may_found and (self.alone or waited_s >= self.join_window_s):
+                    rules, left = self.transport.rules, self.transport.finishers
+                    if view := founded_view(self.me, self.looking, rules, left=left, alone=self.alone):
+                        return view
             if clock.time() >= until_s:
-                raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
+                raise RendezvousError(self.nobody(why) + missing_members(self.me, self.looking))
             await asyncio.sleep(next(pauses_s))
 
     async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
@@ -284,12 +282,12 @@ class Directory:
         stream = await self.connections.open(address)
         identity = self.connections.streams.identity(stream[1])
         answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
-        if isinstance(answer, Looking) and self.election.views is not None:
+        if isinstance(answer, Looking) and self.me.last is not None:
             number = answer.candidate.number
-            known = self.election.views.identities.get(self.transport.rules.ranks([number])[0], identity)
+            rank = self.transport.rules.ranks([number])[0]
+            known, entry = self.identities.get(rank, identity), self.known.get(rank)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
             # where the one did that it replaces, which has therefore ended
-            entry = self.known.get(self.transport.rules.ranks([number])[0])
             replaces = answer.candidate.last is None and entry is not None and entry.address == str(address)
             if known != identity and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
@@ -298,14 +296,11 @@ class Directory:
             for rank, entry in answer.entries.items():
                 connection = self.connections.peers.get(rank)
                 is_elsewhere = connection is not None and str(connection.address) != entry.address
-                if rank != self.connections.rank and self._fits(rank) and not is_elsewhere:
+                if rank != self.connections.rank and rank < self.connections.most_ranks and not is_elsewhere:
                     with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
                         self.connections.streams.locate(entry)
                         note(self.known, entry, keep)
         return answer  # type: ignore[no-any-return]  # what was asked for
-
-    def _fits(self, rank: int) -> bool:
-        return rank < self.connections.most_ranks
 
     async def connect(self, found: Members) -> Members:
         """Connect to all members, and as far as possible to others that are about to join. Return the newest table.
@@ -326,7 +321,7 @@ class Directory:
                 found = answer if isinstance(answer, Members) and answer.swarm == found.swarm else found
         members = {*self.transport.rules.ranks(found.members)}
         if not streams.named:  # the other ranks of this replica are about to join, too
-            members |= {*self.transport.rules.ranks([self.election.number])}
+            members |= {*self.transport.rules.ranks([self.me.number])}
         others = {*found.entries} if streams.named else set()
         wanted = sorted((members | others) - connections.connected - {connections.rank})
         results = await asyncio.gather(*(self._reach(rank, found) for rank in wanted), return_exceptions=True)
@@ -344,7 +339,7 @@ class Directory:
             if await self._called_back(found, rank):
                 return
             raise OSError(
-                f"replica {self.election.number} can't reach rank {rank}, which is a member: "
+                f"replica {self.me.number} can't reach rank {rank}, which is a member: "
                 f"{str(error) or type(error).__name__}. If both are behind routers that block incoming connections, "
                 "they need a relay: a peer with a public address"
             ) from error
@@ -399,7 +394,7 @@ class Directory:
         if streams.named and entry.address != streams.identity(writer):
             return
         if self.searches:
-            answer: WireMessage = Looking(self.election.me, self.was)
+            answer: WireMessage = Looking(self.me, self.was)
         elif not self.members:
             answer = Refused("it is joining itself")
         elif streams.named and (closed := self.transport.views.closed_to_joiners):
@@ -422,7 +417,7 @@ class Directory:
         named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
         if named and known is not None and known.address != entry.address and entry.rank in self.members:
             return f"replica {entry.rank} is {known.address} already; choose another number"
-        if not self._fits(entry.rank):
+        if entry.rank >= self.connections.most_ranks:
             return f"rank {entry.rank} is none of the run's {self.connections.most_ranks} ranks"
         if words := self.entry.diff(entry, size):
             return f"{words}; both sides need the same value"
@@ -438,8 +433,8 @@ class Directory:
 
         Over TCP, a process that was a member of no view knows no other's identity, and believes what it is told.
         """
-        ranks, views, entries = self.transport.rules.ranks([replica]), self.election.views, self.known
-        known = self.connections.identities or ({} if views is None else views.identities)
+        ranks, entries = self.transport.rules.ranks([replica]), self.known
+        known = self.connections.identities or self.identities
         if not known and self.connections.streams.named:
             known = {rank: entry.address for rank, entry in entries.items()}
         return identity in map(known.get, ranks) if known else any(rank in entries for rank in ranks)

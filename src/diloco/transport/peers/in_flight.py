@@ -30,7 +30,7 @@ _ENDING_S = 2.0  # for threads that wait for links; one that is still opening a 
 @dataclass(eq=False)
 class PeerPending:
     contribution: Contribution | None  # None once the round is decided
-    transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes
+    transport: PeerTransport  # counts the bytes of outcomes
     on_commit: Callable[[Average], None] | None  # gets the average as soon as there is one, in another thread
     sent_s: float = field(default_factory=elapsed_s)
     decided_s: float | None = None  # when the round was decided, by `elapsed_s`; None until then
@@ -44,15 +44,15 @@ class PeerPending:
         self.round, self.digest = self.contribution.round, self.contribution.digest  # of the state behind it
         self.payload_bytes = self.contribution.payload.numel()
 
-    def decide(self, decision: Commit | TransportError) -> None:
+    def decide(self, outcome: Commit | TransportError) -> None:
         """End the round, unless it has ended already."""
         if self.decided_s is None:
-            outcome, decided_s = decision, elapsed_s()
+            decided_s = elapsed_s()
             if isinstance(outcome, Commit):
                 assert self.exchange is not None, "this rank has voted"
-                outcome = Average(**vars(self.exchange.mean) | vars(outcome))
+                outcome = average = Average(**vars(self.exchange.mean) | vars(outcome))
                 if self.on_commit is not None:
-                    self.on_commit(outcome)  # an error ends the transport, and with it this round, which is undecided
+                    self.on_commit(average)  # an error ends the transport, and with it this round, which is undecided
             self.outcome, self.decided_s, self.void = outcome, decided_s, isinstance(outcome, RoundVoidError)
             self.contribution = self.exchange = None
             self.done.set()
@@ -63,14 +63,8 @@ class PeerPending:
         started_s = elapsed_s()
         allowed_s = self.transport.rules.guard_s
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            missing = self.transport.missing(self.round)
-            names = ", ".join(map(str, missing))
-            what = f"no contribution arrived from replica {names}" if missing else "some votes did not arrive"
-            raise RoundTimeoutError(
-                f"{self.round} was not decided within {allowed_s:g} s: {what}. Nothing was applied.",
-                round=str(self.round),
-                replicas=missing,
-            )
+            words = f"{self.round} was not decided within {allowed_s:g} s. Nothing was applied."
+            raise RoundTimeoutError(words, round=str(self.round))
         outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None
         waited_s = elapsed_s() - started_s
@@ -179,15 +173,10 @@ class RoundsInFlight:
         self.cancel(lambda key: key[0] != view.id)
 
     def cancel(self, ended: Callable[[tuple[int, RoundId]], bool] = lambda key: True) -> None:
-        """End the exchanges of rounds that are void, or whose view has ended."""
+        """End the exchanges of rounds that are void, or whose view has ended; by default all."""
         for key, exchange in self._exchanges.items():
             if ended(key):
                 exchange.cancel()
-
-    def fail_exchanges(self, fault: TransportError) -> None:
-        for exchange in self._exchanges.values():
-            if not exchange.verdict.done():
-                exchange.verdict.set_exception(fault)
 
     def _end(self, key: tuple[int, RoundId], ending: dict[str, Any]) -> None:
         self._exchanges.pop(key).cancel()  # releases what is left of it

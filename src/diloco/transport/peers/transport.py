@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from diloco.algorithm import Contribution, RoundId, Uplink
+from diloco.algorithm import Contribution, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.membership import NextView, View, names_of
 from diloco.protocol import (
@@ -157,10 +157,6 @@ class PeerTransport(Transport):
         self.step += 1
         self._ticks += 1
 
-    def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        with self._changed:
-            return self._machine.rounds.missing(round_id)
-
     def count(self, pending: PeerPending, outcome: Average | TransportError, waited_s: float) -> None:
         """Count the bytes of a round whose outcome is being returned, and the time for which it was waited for."""
         self._waited_s += waited_s
@@ -212,14 +208,14 @@ class PeerTransport(Transport):
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
-        said = self._machine.said.values("speed")
-        return {self.rules.replica_of(rank): speed for rank, speed in said.items() if rank != self.rules.rank}
+        speeds = dict(self._machine.said.numbers["speed"])  # at once, as the control thread changes it
+        return {self.rules.replica_of(rank): speed for rank, speed in speeds.items() if rank != self.rules.rank}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
         others_continue = self._machine.rounds.others_have_contributed
         self._post(self._machine.announce, Announcement("finished", self.step))
-        self._met("finished", unless=others_continue)
+        self._met("finished", others_continue)
         with self._changed:
             leaves = others_continue()
         if leaves:
@@ -299,7 +295,7 @@ class PeerTransport(Transport):
         said, present = self._machine.said, self._machine.present
 
         def unready() -> list[int]:
-            return sorted({self.rules.replica_of(rank) for rank in said.awaited(Entry, present())})
+            return sorted({self.rules.replica_of(rank) for rank in present() - said.entries.keys()})
 
         self._post(self._machine.announce, FactsMessage(entry))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
@@ -332,18 +328,13 @@ class PeerTransport(Transport):
         if not machine.stop_is_agreed():
             with contextlib.suppress(TimeoutError), self._changed:
                 self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.rules.silence_s))
-        return max(self._met("stop").values()) + 1 if machine.stop_is_agreed() else machine.rounds.step
+        return int(max(self._met("stop"))) + 1 if machine.stop_is_agreed() else machine.rounds.step
 
-    def meet(self, name: str, value: int) -> dict[int, int]:
-        """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
-        self._post(self._machine.announce, Announcement(name, value))
-        return self._met(name)
-
-    def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
+    def _met(self, topic: Literal["stop", "finished"], unless: Callable[[], bool] = lambda: False) -> list[float]:
+        """Wait until all connected ranks have announced a step, or ``unless`` holds. Return the steps."""
         said, present = self._machine.said, self._machine.present
-        self._wait_for(lambda: unless() or not said.awaited(name, present()), self.rules.guard_s)
-        return {rank: int(value) for rank, value in said.values(name).items()}
+        self._wait_for(lambda: unless() or not present() - said.numbers[topic].keys(), self.rules.guard_s)
+        return [*said.numbers[topic].values()]
 
     # In the control thread.
 
@@ -355,9 +346,7 @@ class PeerTransport(Transport):
         self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        for peer in self.connections.peers.values():
-            peer.end(self.connections.fault)
-        self._rounds.fail_exchanges(fault)
+        self._rounds.cancel()
 
     def _acts(self, effects: Effects) -> Acts:
         return [
@@ -368,16 +357,15 @@ class PeerTransport(Transport):
             (self._rounds.start, effects.exchanges),
             (self._rounds.give, zip(effects.verdicts)),
             (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
-            (self._rounds.cancel, [()] if effects.closed else []),
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
         ]
 
-    def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
+    def _adopt(self, following: NextView, reason: str) -> None:
         self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
         note = self.on_change(following) or b""
-        for rank in joined:
+        for rank in self.rules.ranks(following.joined):
             if self.order:
                 self.connections.send(rank, Store("order", self.order))
             self.connections.send(rank, Welcome(following, note))

@@ -107,10 +107,10 @@ class SwarmDirectory(Directory):
         return [PeerAddress(record.peer_id) for record in self._records]
 
     async def announce(self) -> None:
-        addresses, number = await self._streams.node.addresses(), self.election.number
+        addresses, number = await self._streams.node.addresses(), self.me.number
         places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
         self.known[number] = Entry(
-            number, self._streams.me, self.transport.rules.facts, self.election.held_step, places, self._place.name
+            number, self._streams.me, self.transport.rules.facts, self.me.held_step, places, self._place.name
         )
         record = PeerRecord(number, self.swarm, addresses, self._finished)
         await self._streams.node.announce(self._streams.admission, record)
@@ -163,7 +163,7 @@ class SwarmDirectory(Directory):
 
         A swarm that this peer was a member of already contains that work.
         """
-        mine, run = self.election, self._place.admission.run
+        mine, run = self.me, self._place.admission.run
         step = max(found.step, found.founded_step)  # the founder may not have loaded its checkpoint yet
         if found.swarm in (self.was, self._place.held_swarm) or mine.held_step <= step:
             return
@@ -178,12 +178,12 @@ class SwarmDirectory(Directory):
         founder = founder_of(self._place.held_swarm) or self._streams.me
         found = self.found
         self.swarm = found.swarm if found else self._lost_swarm or f"{founder}.{secrets.token_hex(8)}"
-        self.founded_step = found.founded_step if found else max(0, self.election.held_step)
+        self.founded_step = found.founded_step if found else max(0, self.me.held_step)
 
     @property
     def _lost_swarm(self) -> str:
         """The swarm that this peer was a member of since its process began; "": none."""
-        return "" if self.election.views is None else self.was
+        return "" if self.me.last is None else self.was
 
     # Orders of the founder.
 
@@ -257,7 +257,7 @@ class SwarmDirectory(Directory):
         if order != self._order and not self._is_new(order):
             return "it follows a newer order, which was given at the same time. Give this one again"
         ejected = self._ejected_members(order)
-        if ejected and refusal(view, ejected, self.transport.rules.policy):
+        if ejected and refusal(view, ejected, self.transport.rules):
             return (
                 f"without {names_of(ejected)}, too few of {names_of(view.members)} would be left to continue. Stop the "
                 "run, and resume it with another secret on the machines that are to stay"
@@ -273,21 +273,21 @@ class SwarmDirectory(Directory):
         Nor while another one can't be asked: both may be behind routers until, after minutes, a relay carries their
         streams.
         """
-        silence_s, mine, before = self.transport.rules.silence_s, self.election.number, self._before
+        silence_s, mine, before = self.transport.rules.silence_s, self.me.number, self._before
         self._before = {
             each.peer_id
             for each in self._records
             if (each.peer_id in before if each.swarm else each.number < mine and each.age_s < silence_s)
         }
         unheard = any(isinstance(answers.get(PeerAddress(each)), Exception) for each in self._before)
-        yields = unheard and self.election.views is None and waited_s < self.patience_s * _YIELDS
-        return not yields and not (self.election.held_step < 0 and self._had_members())
+        yields = unheard and self.me.last is None and waited_s < self.patience_s * _YIELDS
+        return not yields and not (self.me.held_step < 0 and self._had_members())
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._lost_swarm in ("", each.swarm)]
-        known = 1 if self.election.views is None else len(self.election.views.last.members)
+        known = 1 if self.me.last is None else len(self.me.last.members)
         enough = byzantine_quorum(max(known, len(ours)))  # one may lie
-        if sum(each.finished for each in ours) < enough or not (self._lost_swarm or self.election.held_step < 0):
+        if sum(each.finished for each in ours) < enough or not (self._lost_swarm or self.me.held_step < 0):
             return ""
         return (
             f"the others have finished run {self._place.admission.run!r}, and no member is left to join. To train "
@@ -296,7 +296,7 @@ class SwarmDirectory(Directory):
 
     def awaited(self) -> str:
         run = self._place.admission.run
-        return f"a member of run {run!r}" if self.election.views is None else f"{super().awaited()}, of run {run!r}"
+        return f"a member of run {run!r}" if self.me.last is None else f"{super().awaited()}, of run {run!r}"
 
     def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"

@@ -56,7 +56,7 @@ class TcpDirectory(Directory):
         **more: Any,
     ) -> None:
         super().__init__(transport, **more)
-        self.begins = self.election.views is None
+        self.begins = self.me.last is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._missing = "an answer"
