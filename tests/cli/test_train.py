@@ -97,7 +97,7 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"--resume {files / 'run'}" in message
     assert "is not a folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
-    assert "is not empty" in refused(occupied, capsys)
+    assert "is not empty. Choose another --out." in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
@@ -337,6 +337,8 @@ def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest
     line = [*train(files, "--checkpoint.every-steps", "3"), "--resume-or-start", str(tmp_path / "run")]
     assert main([*line, "--stop-after", "6"]) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # killed before its first checkpoint
+    again = f"To begin the run there again, give --resume-or-start {tmp_path / 'run'} in its place"
+    assert again in refused([*line[:-2], "--out", str(tmp_path / "run")], capsys)
     assert main([*line, "--stop-after", "6"]) == 0
     assert main(line) == 0
     starts = read_metrics(tmp_path / "run" / "metrics.jsonl", "RunStarted")

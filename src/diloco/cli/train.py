@@ -239,7 +239,7 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
         folder = folder or _claim_numbered(plan)
         with _claimed(folder, plan, again=again) as (lock, occupied):
             if occupied:
-                raise _not_empty(folder)
+                raise _not_empty(folder, folder)
             if role.kind == "peer":
                 return _train_peer(plan, role, folder)
             if role.kind == "launcher":
@@ -299,13 +299,19 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():
         device = gpu_of_process(role.index, shared=role.torchrun is None)
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
+    out, timeout_s = settings.out or plan.source, settings.network.start_timeout_s
     if role.rendezvous is None:  # torchrun has started all replicas
-        base = settings.out or plan.source
-        attempt = begin_attempt(role, settings.network.start_timeout_s, lambda: base or _claim_numbered(plan))
+        attempt = begin_attempt(role, timeout_s, lambda: out or _claim_numbered(plan))
         if attempt.restarted:
             checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
             settings = dataclasses.replace(settings, checkpoint=checkpoint)
-    folder = _folder_of_rank(plan, role, attempt.folder if attempt else None)
+    base = attempt.folder if attempt else out
+    if base is None:
+        raise ConfigurationError(
+            f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."
+        )
+    folder = base / f"replica-{role.replica}" if role.replica else base
+    folder = folder / f"rank-{role.position}" if role.position else folder
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
 
@@ -314,7 +320,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
         try:
             with fleet.group.all_or_none():
                 if occupied and not (fleet.joining or fleet.restarted):
-                    raise _not_empty(folder)
+                    raise _not_empty(folder, base)
             if attempt:
                 attempt.accept_folder(fleet)
         except BaseException:
@@ -403,17 +409,6 @@ def _claimed(
                         entry.unlink(missing_ok=True)  # ranks that fail together clear their folders at once
 
 
-def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
-    """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
-    base = base or plan.configuration.out or plan.source
-    if base is None:
-        raise ConfigurationError(
-            f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."
-        )
-    home = base / f"replica-{role.replica}" if role.replica else base
-    return home / f"rank-{role.position}" if role.position else home
-
-
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:
     """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
     return [each for each in folder.iterdir() if each.name != LOCK_FILE and not (of_rank and _is_of_rank(each))]
@@ -430,11 +425,15 @@ def _has_begun(entry: Path) -> bool:
     return entry.name not in (LOCK_FILE, "metrics.jsonl", "identity.key")
 
 
-def _not_empty(folder: Path) -> ConfigurationError:
-    resume = command_text("train", flags={"--resume": folder})
-    return ConfigurationError(
-        f"--out {folder} is not empty. To continue the run there, use `{resume}`; or choose another --out."
-    )
+def _not_empty(folder: Path, run: Path) -> ConfigurationError:
+    """Return the refusal of a folder of ``run``, with what may be done instead."""
+    advice = "Choose another --out."
+    if _has_checkpoints(run):
+        resume = command_text("train", flags={"--resume": run})
+        advice = f"To continue the run there, use `{resume}`; or choose another --out."
+    elif (run / CONFIG_FILE).exists():
+        advice = f"To begin the run there again, give --resume-or-start {run} in its place; or choose another."
+    return ConfigurationError(f"--out {folder} is not empty. {advice}")
 
 
 def _claim_numbered(plan: RunPlan) -> Path:
