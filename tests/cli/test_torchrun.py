@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from diloco.checkpoint import list_checkpoints
 from diloco.cli import main
+from diloco.monitor import read_metrics
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, of_torchrun, train
@@ -93,6 +94,26 @@ def test_a_rank_of_four_is_killed_and_all_start_again_from_the_newest_checkpoint
     assert {summary["global_params_digest"] for summary in torchrun.summaries()} == {alone["global_params_digest"]}
     resumed = [json.loads(line) for line in (torchrun.out / "metrics.jsonl").read_text().splitlines()]
     assert any(event.get("resumed_from") for event in resumed)
+
+
+def test_a_run_that_goes_on_in_another_folder_is_started_again_there(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Killed before its first own checkpoint was due, it would have begun again from step 0."""
+    train(data, tmp_path / "base", "--steps 30 --checkpoint.every-steps 0 --stop-after 5")
+    torchrun, more = Torchrun(processes, data, tmp_path / "run", 2), "--transport torch --network.silence 6s"
+    torchrun.words = f"train --resume {tmp_path / 'base'} --monitor.console quiet"
+    folders = (torchrun.out, torchrun.out / "replica-1")
+    first, second = torchrun.start(more)
+    first.until(lambda: all(list_checkpoints(each / "checkpoints") for each in folders), "a checkpoint of each")
+    processes.kill(second.rank)
+    assert first.wait() in (0, 1), "it may have been done"
+    for rank in torchrun.start(more):
+        rank.end()
+    for folder in folders:
+        starts = read_metrics(folder / "metrics.jsonl", "RunStarted")
+        assert [start["step"] >= 5 for start in starts] == [True] * len(starts)
+    assert len({summary["global_params_digest"] for summary in torchrun.summaries()}) == 1
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])

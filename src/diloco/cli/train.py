@@ -293,7 +293,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     import torch
 
     from diloco.devices import gpu_of_process
-    from diloco.train import NETWORKS, begin_attempt
+    from diloco.train import NETWORKS, begin_attempt, held_step
 
     settings, attempt = plan.configuration, None
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():
@@ -302,7 +302,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     out, timeout_s = settings.out or plan.source, settings.network.start_timeout_s
     if role.rendezvous is None:  # torchrun has started all replicas
         attempt = begin_attempt(role, timeout_s, lambda: out or _claim_numbered(plan))
-        if attempt.restarted:
+        if attempt.restarted and not (plan.source and held_step(role.replica, attempt.folder) < 0):
             checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
             settings = dataclasses.replace(settings, checkpoint=checkpoint)
     base = attempt.folder if attempt else out

@@ -22,6 +22,7 @@ from diloco.waiting import waiting_for
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
 
+OTHERS = "the other replicas"  # what a replica continues from that joins them
 OVER = "the others, which have finished"  # what stops a replica that rejoins a run which has ended
 
 
@@ -166,7 +167,7 @@ def find_beginning(session: Session) -> str | None:
     fleet = session.fleet
     if fleet.joining:
         _join_run(session, fleet)
-        return "the other replicas"
+        return OTHERS
     if session.settings.checkpoint.resume is None:
         return None
     path = Path(session.settings.checkpoint.resume)

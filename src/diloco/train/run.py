@@ -34,7 +34,7 @@ from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
 from diloco.train.fleet import Fleet
-from diloco.train.joining import find_beginning, follow_views
+from diloco.train.joining import OTHERS, find_beginning, follow_views
 from diloco.train.processes import StopRequest
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
@@ -150,6 +150,8 @@ class _Run:
             if self.step < self.settings.train.steps:
                 fleet.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
+            if self.saved_at != self.step and self.resumed_from not in (None, OTHERS):
+                self._save()  # what it continues from is in another folder
             stopped_by_others = self._take_steps(stop)
             finished = self.step >= self.settings.train.steps
             if finished:
