@@ -48,7 +48,7 @@ SIZE = "--parameters 7B --fragments 4"
         ("", "usage: diloco"),
         ("evaluate a --text-field body", "--text-field 'body' needs --data PATH"),
         ("train --transport tcp --replica 0", "and --join HOST:PORT, an address"),
-        ("train --join 10.0.0.1 --transport tcp", "need each other. Pass --replica 0"),
+        ("train --join 10.0.0.1 --transport tcp", "need each other, got --join 10.0.0.1. Pass --replica 0"),
         ("train --resume .", "there is no config.toml in it"),
         ("train --steps many", "--steps many is not valid: Expected int, got str. See `diloco train --help`."),
         ("train x.toml --resume absent", "x.toml cannot be given together with --resume"),

@@ -187,7 +187,7 @@ def replacement(name: str, command: str = "") -> str | None:
         command: the command that has the flag.
 
     >>> replacement("inner.learning_rate"), replacement("--transport.no-pace")
-    ('it is now optimizer.learning_rate.', 'it is gone: nothing has to be set.')
+    ('it is now optimizer.learning_rate.', 'it is gone, and nothing replaces it.')
     >>> replacement("--start-replicas"), replacement("train.steps")
     ('it is now --network.replicas.', None)
     """
@@ -197,7 +197,7 @@ def replacement(name: str, command: str = "") -> str | None:
         new = RENAMED.get(key.replace("-", "_"))
         if new and name.startswith("--") and "." in new.partition(" ")[0]:
             new = f"--{new.replace('_', '-')}"
-    return None if new is None else f"it is now {new}." if new else "it is gone: nothing has to be set."
+    return None if new is None else f"it is now {new}." if new else "it is gone, and nothing replaces it."
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:

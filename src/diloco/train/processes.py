@@ -122,10 +122,11 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     if torchrun is None and settings.replica is None and settings.rendezvous is None:
         return Role("launcher")
     if settings.replica is None or settings.rendezvous is None:
+        both = {"--replica": settings.replica, "--join": settings.rendezvous}
+        one = next((f"{flag} {value}" for flag, value in both.items() if value is not None), "neither")
         raise ConfigurationError(
-            f"network.replica={settings.replica} and network.join={settings.rendezvous!r} need each other. Pass "
-            "--replica 0, 1, ... on each machine, and --join HOST:PORT, an address of the machine of replica 0; or "
-            "leave out both to start all replicas here."
+            f"--replica and --join need each other, got {one}. Pass --replica 0, 1, ... on each machine, and --join "
+            "HOST:PORT, an address of the machine of replica 0; or leave out both to start all replicas here."
         )
     position = 0 if torchrun is None else torchrun.rank
     return Role("rank", settings.replica, position, parse_address(settings.rendezvous, key="network.join"), torchrun)
