@@ -1,4 +1,4 @@
-"""The command `diloco train --transport swarm`: real peers, compared with the run in one process."""
+"""The command `diloco train --transport swarm`: real peers. Its bits: see `tests/train/test_golden_runs.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco.cli import main
 from diloco.transport import PeerReport, Status
 from tests.commands import Command
 from tests.processes import Processes
-from tests.runs import SMALL, train
+from tests.runs import SMALL
 
 QUICK = " --network.silence 20s"
 LOOPBACK = "--network.listen 127.0.0.1:0"
@@ -79,18 +79,6 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
             return Peer(processes, tmp_path / name, run, joins)
 
         yield make
-
-
-def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
-    data: Path, tmp_path: Path, new_peer: MakePeer
-) -> None:
-    alone = train(data, tmp_path / "alone", "")
-    first = new_peer("a", "--replicas 2 --replica 0")
-    for peer in (first, new_peer("b", "--replicas 2 --replica 1", first)):
-        summary = peer.summary()
-        assert summary["global_params_digest"] == alone["global_params_digest"]
-        assert summary["rounds_committed"] == alone["rounds_committed"]
-        assert summary["rounds_void"] == 0
 
 
 ENDLESS = "--steps 100000 --inner-steps 8"
