@@ -287,9 +287,13 @@ def test_a_joiner_has_all_members_asked_at_once_to_open_a_connection(
             all_are.set()
         await all_are.wait()
 
+    async def arrives(rank: int, wait_s: float) -> bool:
+        await all_are.wait()
+        return False
+
     monkeypatch.setattr(TcpStreams, "named", True)
     monkeypatch.setattr(alone, "ask", ask)
-    monkeypatch.setattr(alone, "arrives", mock.AsyncMock(return_value=False))
+    monkeypatch.setattr(alone, "arrives", arrives)
     found = Members(tuple(Entry(rank, f"a:{rank}") for rank in range(1, 5)), (1, 2, 3, 4))
     assert not alone.connections.call(alone._called_back(found, 4), LIMIT_S)
     assert sorted(map(str, asked)) == ["a:1", "a:2", "a:3"]
@@ -304,6 +308,17 @@ def test_a_joiner_that_asks_a_member_again_looks_up_nobody_else(monkeypatch: pyt
         first, _ = (each for each in both if open_ones.enter_context(closing(each.transport)))
         monkeypatch.setattr(first, "addresses", mock.AsyncMock(side_effect=AssertionError("it looks up others")))
         first.connections.call(first.refresh(), LIMIT_S)
+        monkeypatch.undo()
+        usual, asked = first.ask, list[Address]()
+
+        async def ask(place: Address) -> object:
+            asked.append(place)
+            return await (usual(place) if asked[1:] else asyncio.Event().wait())
+
+        monkeypatch.setattr(first, "ask", ask)
+        first.transport.rules = replace(first.transport.rules, heartbeat_s=0.01, silence_s=0.1)
+        first.connections.call(first.refresh(), LIMIT_S)
+    assert asked == [asked[0]] * 2, "one that does not answer is not waited for for minutes"
 
 
 # The doctor.

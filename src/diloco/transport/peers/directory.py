@@ -355,8 +355,11 @@ class Directory:
             with contextlib.suppress(OSError, EOFError, TransportError):
                 await self.ask(streams.locate(found.entries[other]), unreachable=rank)
 
-        await few_at_once(ask, others)  # at once: if it can't be reached, each would cost its time
-        return await self.arrives(rank, self.transport.rules.silence_s)
+        asking = asyncio.ensure_future(few_at_once(ask, others))  # one after the other, each would cost a silence
+        try:
+            return await self.arrives(rank, 2 * self.transport.rules.silence_s)
+        finally:
+            asking.cancel()
 
     async def arrives(self, rank: int, wait_s: float) -> bool:
         """Wait until a rank has connected, and has shown by a message that its end is open. Return whether it has."""
@@ -374,7 +377,8 @@ class Directory:
         for places in (known, None):  # it takes long to look up the others in a DHT
             for place in await self.addresses() if places is None else places:
                 with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
-                    if isinstance(answer := await self.ask(place), Members):
+                    answer = await within(self.transport.rules.silence_s, self.ask(place))
+                    if isinstance(answer, Members):
                         await self.connect(answer)
                         return
 
