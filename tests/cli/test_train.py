@@ -144,7 +144,7 @@ def test_only_what_an_attempt_has_written_is_deleted(
     assert "the state is saved. To resume: " in capsys.readouterr().err
     assert sorted(run.rglob("*")) == before
     assert main([*train(files, "--transport", "tcp", "--out", str(tmp_path / "new"))]) == 130
-    assert "stopped; nothing was saved" in capsys.readouterr().err
+    assert "stopped before anything was saved" in capsys.readouterr().err
 
 
 def test_a_replica_goes_on_in_no_folder_of_another_run(

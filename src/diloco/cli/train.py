@@ -253,8 +253,8 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
-        resume = f"the state is saved. To resume: {resume_command(settings, folder)}"
-        say(f"stopped; {resume if _has_checkpoints(folder) else 'nothing was saved, as no step was done'}")
+        resume = f"stopped; the state is saved. To resume: {resume_command(settings, folder)}"
+        say(resume if _has_checkpoints(folder) else "stopped before anything was saved")
     return code
 
 
