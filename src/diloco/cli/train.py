@@ -9,20 +9,19 @@ import dataclasses
 import math
 import os
 import platform
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from diloco.algorithm import check_number
-from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time
+from diloco.checkpoint import one_at_a_time
 from diloco.cli import DONE, FAILED, INTERRUPTED
+from diloco.cli.folders import claim_numbered, claimed, has_checkpoints, not_empty
 from diloco.config import (
     CONFIG_FILE,
     CommandLine,
@@ -30,7 +29,6 @@ from diloco.config import (
     RunPlan,
     check_fetched,
     chosen_places,
-    command_text,
     compose,
     flatten,
     join_command,
@@ -45,7 +43,6 @@ from diloco.config import (
 )
 from diloco.errors import ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
-from diloco.private_files import make_private_folder
 from diloco.train import LAUNCHED, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
 
@@ -84,19 +81,13 @@ def with_beginning(line: CommandLine) -> CommandLine:
             model = {"model.source": f"hf:{values['folder']}"} if "folder" in values else {}  # diloco finetune
             known |= chosen_places(dataclasses.replace(line, values=model | known))
         _fetch(place, folder, known, must=line.resume_or_start is None)
-    if _has_checkpoints(folder):
+    if has_checkpoints(folder):
         values = known | {"checkpoint.resume": str(folder)}
         return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
     if values.setdefault("out", folder) != folder:
         two = f"--out {values['out']} and --resume-or-start {folder} name two run folders"
         raise ConfigurationError(f"{two}. Drop --out.")
     return dataclasses.replace(line, values=values)
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    from diloco.checkpoint import list_checkpoints
-
-    return any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints"))))
 
 
 def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> None:
@@ -236,10 +227,10 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
-        folder = folder or _claim_numbered(plan)
-        with _claimed(folder, plan, again=again) as (lock, occupied):
+        folder = folder or claim_numbered(plan)
+        with claimed(folder, plan, again=again) as (lock, occupied):
             if occupied:
-                raise _not_empty(folder, folder)
+                raise not_empty(folder, folder)
             if role.kind == "peer":
                 return _train_peer(plan, role, folder)
             if role.kind == "launcher":
@@ -254,7 +245,7 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
         resume = f"stopped; the state is saved. To resume: {resume_command(settings, folder)}"
-        say(resume if _has_checkpoints(folder) else "stopped before anything was saved")
+        say(resume if has_checkpoints(folder) else "stopped before anything was saved")
     return code
 
 
@@ -289,7 +280,7 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
 
 
 def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
-    """Train as one of several ranks; ``quiet``: only rank 0 shows its progress; ``again``: as in `_claimed`."""
+    """Train as one of several ranks; ``quiet``: only rank 0 shows its progress; ``again``: as in `claimed`."""
     import torch
 
     from diloco.devices import gpu_of_process
@@ -301,7 +292,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
     out, timeout_s = settings.out or plan.source, settings.network.start_timeout_s
     if role.rendezvous is None:  # torchrun has started all replicas
-        attempt = begin_attempt(role, timeout_s, lambda: out or _claim_numbered(plan))
+        attempt = begin_attempt(role, timeout_s, lambda: out or claim_numbered(plan))
         if attempt.restarted and not (plan.source and held_step(role.replica, attempt.folder) < 0):
             checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
             settings = dataclasses.replace(settings, checkpoint=checkpoint)
@@ -320,7 +311,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
         try:
             with fleet.group.all_or_none():
                 if occupied and not (fleet.joining or fleet.restarted):
-                    raise _not_empty(folder, base)
+                    raise not_empty(folder, base)
             if attempt:
                 attempt.accept_folder(fleet)
         except BaseException:
@@ -329,7 +320,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
         return fleet
 
     locked = LAUNCHED in os.environ and role.is_first
-    with _claimed(folder, plan, of_rank=True, again=again, locked=locked) as (_, occupied):
+    with claimed(folder, plan, of_rank=True, again=again, locked=locked) as (_, occupied):
         plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
         return _train(plan, folder, meet, role)
 
@@ -378,75 +369,3 @@ def _train(
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE
-
-
-@contextmanager
-def _claimed(
-    folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool = False, locked: bool = False
-) -> Iterator[tuple[int, bool]]:
-    """Create and lock a folder; yield its lock, and whether there is anything in it but the run to resume.
-
-    ``again``: a run that was killed before its first checkpoint begins again in its folder. ``locked``: by the process
-    that started this one, whose lock this one has inherited.
-
-    What a run that did not start has written is deleted, so that the next attempt can use the folder.
-    """
-    out = plan.configuration.out or plan.source
-    resumes = plan.source is not None and out is not None and out.resolve() == plan.source.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
-    with nullcontext(-1) if locked else lock_folder(folder) as lock:
-        begins_again, before = again and (folder / CONFIG_FILE).exists(), _files(folder, of_rank=of_rank)
-        occupied = not (resumes or begins_again) and any(map(_has_begun, before))
-        try:
-            yield lock, occupied
-        finally:
-            if not occupied and not (folder / CONFIG_FILE).exists():
-                for entry in {*_files(folder, of_rank=of_rank)} - {*before}:
-                    if entry.is_dir() and not entry.is_symlink():
-                        shutil.rmtree(entry, ignore_errors=True)
-                    else:
-                        entry.unlink(missing_ok=True)  # ranks that fail together clear their folders at once
-
-
-def _files(folder: Path, *, of_rank: bool) -> list[Path]:
-    """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
-    return [each for each in folder.iterdir() if each.name != LOCK_FILE and not (of_rank and _is_of_rank(each))]
-
-
-def _is_of_rank(entry: Path) -> bool:
-    return entry.is_dir() and entry.name.startswith(("replica-", "rank-"))
-
-
-def _has_begun(entry: Path) -> bool:
-    """Return whether ``entry`` is more than a run leaves behind that is killed before it has met the others."""
-    if _is_of_rank(entry):
-        return any(map(_has_begun, entry.iterdir()))
-    return entry.name not in (LOCK_FILE, "metrics.jsonl", "identity.key")
-
-
-def _not_empty(folder: Path, run: Path) -> ConfigurationError:
-    """Return the refusal of a folder of ``run``, with what may be done instead."""
-    advice = "Choose another --out."
-    if _has_checkpoints(run):
-        resume = command_text("train", flags={"--resume": run})
-        advice = f"To continue the run there, use `{resume}`; or choose another --out."
-    elif (run / CONFIG_FILE).exists():
-        advice = f"To begin the run there again, give --resume-or-start {run} in its place; or choose another."
-    return ConfigurationError(f"--out {folder} is not empty. {advice}")
-
-
-def _claim_numbered(plan: RunPlan) -> Path:
-    """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
-    settings = plan.configuration
-    folder = first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
-    try:
-        make_private_folder(first.parent)
-        for number in count(2):
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-                break
-            folder = first.with_name(f"{first.name}-{number}")
-    except OSError as error:
-        raise ConfigurationError(f"{folder} can't be created: {error.strerror}. Choose another --out.") from error
-    return folder

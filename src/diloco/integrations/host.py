@@ -1,8 +1,7 @@
 """A replica whose training loop is driven by a framework, which all integrations share.
 
 DiLoCo's state is saved next to the framework's checkpoint, in ``diloco/replica-M`` of the checkpoint folder. If
-parameters are sharded, each rank saves its part in ``diloco/replica-M-rank-R-of-S``. The files are written atomically,
-verified when read, and contain no pickle.
+parameters are sharded, each rank saves its part in ``diloco/replica-M-rank-R-of-S``. Damaged files are refused.
 """
 
 from __future__ import annotations
