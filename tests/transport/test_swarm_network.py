@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import select
@@ -14,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from diloco.transport import Address, PeerStreams, join, parse_address
+from diloco.transport import Address, Node, NodePlace, PeerStreams, join, load_identity, parse_address
 from tests.processes import Processes, receive, report
 from tests.transport import contract
 from tests.transport.contract import MakeEndpoints, contribution, exchange
@@ -83,6 +84,32 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
     assert transport.connections.loop.is_closed(), "the thread of the peer has ended, too"
     assert select.select([exited], [], [], ENDS_S)[0], "the daemon has ended"
     os.close(exited)
+
+
+def test_a_peer_that_is_stopped_while_its_daemon_starts_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had left one with sockets in /tmp, each time."""
+    begun, folders = asyncio.Event(), list[Path]()
+
+    async def create(**_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    def p2p_in(folder: Path) -> object:
+        folders.append(folder)
+        return mock.Mock(create=create)
+
+    async def start() -> None:
+        task = asyncio.create_task(Node.start(load_identity(tmp_path / "key"), NodePlace()))
+        await begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    monkeypatch.setattr(load_identity.__globals__["load_engine"](), "p2p_in", p2p_in)
+    asyncio.run(start())
+    assert [folder.exists() for folder in folders] == [False]
 
 
 def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, among: int) -> None:

@@ -97,9 +97,12 @@ class Node:
                     force_reachability=reach,
                     check_if_identity_free=False,
                 )
-        except (engine.P2PDaemonError, OSError, ValueError) as error:
-            await asyncio.sleep(_GONE_S)
+        except BaseException as error:  # also if it is cancelled
+            if isinstance(error, Exception):
+                await asyncio.sleep(_GONE_S)
             shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, engine.P2PDaemonError | OSError | ValueError):
+                raise
             why = in_short(error)
             if "failed to start in" in str(error):
                 raise TransportError(
@@ -123,8 +126,10 @@ class Node:
                 cache_size=10_000,
                 record_validator=make_validator(identity.private_key),
             )
-        except Exception as error:  # Hivemind raises plain RuntimeErrors and errors of libp2p
+        except BaseException as error:
             await node.close()
+            if not isinstance(error, Exception):  # Hivemind raises plain RuntimeErrors and errors of libp2p
+                raise
             raise RendezvousError(await _no_entrance(entrance, in_short(error))) from error
         return node
 
