@@ -190,7 +190,7 @@ def test_strangers_together_can_not_fill_the_memory_either(rank: Rank, begun: bo
     """Also before there are views, such as those that connect to a peer that searches for a swarm."""
     if begun:
         rank.handle(rank.machine.begin, VIEW, member=True)
-    for stranger in range(100, 140):
+    for stranger in range(100, 120):
         rank.handle(rank.machine.connect, stranger, 1000 + stranger, f"host:{stranger}")
         rank.hear(stranger, FactsMessage(Entry(stranger, f"host:{stranger}", {"x": "y" * 4000})))
         with contextlib.suppress(ValueError):

@@ -73,7 +73,7 @@ FAULTS = st.fixed_dictionaries(
 @example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, Limits(2), {}, 2, 1, False, True, "stop")
 @given(
     NUMBERS,
-    st.integers(2, 7),
+    st.integers(2, 5),
     LIMITS,
     FAULTS,
     st.integers(0, 2),
