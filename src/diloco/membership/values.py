@@ -55,16 +55,10 @@ class View:
     order: Ranks = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if not self.members or list(self.members) != sorted(set(self.members)):
-            raise ConfigurationError(
-                f"a view needs at least one replica, each once, in ascending order; got members {self.members}."
-            )
         object.__setattr__(self, "order", self.order or self.members)
-        if sorted(self.order) != list(self.members):
-            raise ConfigurationError(
-                f"the join order of a view must name each member once; got order {self.order} for members "
-                f"{self.members}."
-            )
+        if not self.members or not list(self.members) == sorted(set(self.members)) == sorted(self.order):
+            words = "a view needs at least one replica, each once, in ascending order and in join order"
+            raise ConfigurationError(f"{words}; got {self.members} and {self.order}.")
 
     @classmethod
     def of(cls, num_replicas: int) -> View:

@@ -241,9 +241,6 @@ def open_replica_group(
 
     Args:
         store: a store that all ranks of the replica can reach; other replicas may use the same store.
-        replica: the replica's number m.
-        position: position of this rank within the replica.
-        size: number of ranks of the replica.
         device: the device on which the model is trained.
         timeout_s: how long the ranks wait for each other at the start, and how long a rank may be silent in later
             communication before it counts as lost.

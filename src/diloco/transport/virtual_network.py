@@ -51,9 +51,7 @@ class Link:
 class Links:
     """The links of the M replicas that take part in rounds, in any number of scenarios, and for how long they are busy.
 
-    Args:
-        bandwidth_bits_per_s: Bandwidth of each link, ``(..., M)``.
-        latency_s: One-way latency of each link, ``(..., M)``.
+    See `Link`; all arrays are ``(..., M)``.
     """
 
     def __init__(self, bandwidth_bits_per_s: Floats, latency_s: Floats) -> None:
@@ -135,11 +133,6 @@ class VirtualNetwork:
         self, sent_at_s: Sequence[float], sent_bytes: Sequence[int], received_bytes: Sequence[int]
     ) -> float:
         """Return when a round is committed, and occupy the links with its bytes; see `Links.commit_s`.
-
-        Args:
-            sent_at_s: when each replica submits its contribution.
-            sent_bytes: what each replica sends.
-            received_bytes: what each replica receives.
 
         >>> network = VirtualNetwork([Link(8e6, 0.1)] * 2, [1.0] * 2)  # 1 MB/s and 0.1 s between them
         >>> round(network.commit_time_s([0.0, 0.0], [1_000_000] * 2, [1_000_000] * 2), 3)
