@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations, product
 from typing import Any
 
 import pytest
@@ -42,6 +42,33 @@ def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_la
         reports[1] = report(3, apart={0}, unsteady={0})
     staying = staying_members(View.of(replicas), reports, range(replicas), 1, Policy())
     assert staying == tuple(replica for replica in range(replicas) if replica != goes)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_those_stay_who_may_go_on_whatever_the_join_order_and_whoever_hears_whom(replicas: int) -> None:
+    """Exhaustive. Regression: of two halves the one with the member that joined first stayed, and had to stop."""
+    pairs = [*combinations(range(replicas), 2)]
+    for order, count in product(permutations(range(replicas)), range(len(pairs) + 1)):
+        view = View(0, tuple(range(replicas)), order)
+        for broken in combinations(pairs, count):
+            reports = [
+                report(each, apart={one ^ two ^ each for one, two in broken if each in (one, two)}) for each in order
+            ]
+            sets = [
+                chosen
+                for size in range(1, replicas + 1)
+                for chosen in combinations(range(replicas), size)
+                if not {*combinations(chosen, 2)}.intersection(broken)
+            ]
+            staying = staying_members(view, reports, range(replicas), 1, Policy())
+            assert staying in sets
+            may_go_on = [each for each in sets if not refusal(view, {*view.members}.difference(each), Policy())]
+            assert (staying in may_go_on) == bool(may_go_on), (order, broken)
+
+
+def test_of_two_halves_the_one_that_may_go_on_stays_also_if_its_lowest_number_is_unsteady() -> None:
+    reports = [report(each, apart={2, 3} if each < 2 else {0, 1}, unsteady={0} if each else set()) for each in range(4)]
+    assert staying_members(View.of(4), reports, range(4), 1, Policy()) == (0, 1)
 
 
 @pytest.mark.parametrize(("size", "share", "least"), [(128, 0.1, 20), (256, 0.1, 32), (256, 0.5, 8), (256, 1.0, 1)])

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
-from diloco.membership import View
+from diloco.membership import View, names_of
 from diloco.protocol import Change, Header, Leaving, Machine, RoundVote, Rules, tally
 from tests.protocol.network import Limits, explore, settle
-from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, simulated
+from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, finish, simulated
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -67,6 +68,22 @@ def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
     settle(network)
     for number in (0, 2):
         assert "2 of at least 3 replicas are left" in network[number].left
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_the_half_with_the_lowest_number_goes_on_whoever_joined_first(order: tuple[int, ...]) -> None:
+    """Regression: it stopped, and said that it could not be reached itself; of two, the survivor of a dead machine."""
+    replicas = len(order)
+    network = simulated(replicas, Limits(cuts=4), founded=View(0, tuple(range(replicas)), order))
+    begin(network, *range(replicas))
+    lower, higher = range(replicas // 2), range(replicas // 2, replicas)
+    for pair in product(lower, higher):
+        network.happen("cuts", *pair, 0)
+    finish(network)
+    assert {network[each].view.members for each in lower} == {(*lower,)}
+    words = f"{names_of(lower)} can't be reached and may be continuing without {names_of(higher)}, which"
+    assert not any(network[each].left for each in lower)
+    assert all(words in network[each].left for each in higher)
 
 
 def test_who_is_late_is_lost_and_told_so() -> None:

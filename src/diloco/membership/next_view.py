@@ -80,7 +80,8 @@ def staying_members(
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
     continue. If two members don't hear each other, the one to go is a member from which more than f members
-    (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later.
+    (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later. But the
+    lowest-numbered member stays if that makes no set smaller and only half of the view stays: see `refusal`.
 
     Args:
         there: the members that may stay.
@@ -90,12 +91,19 @@ def staying_members(
     unsteady = _accused(view, size, {report.rank: report.unsteady for report in reports})
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
     late = _accused(view, size, {report.rank: report.behind for report in reports})
+
+    def largest(members: Sequence[int]) -> tuple[int, ...]:
+        staying = largest_set(members, broken)
+        if 2 * len(staying) > len(view.members):
+            return staying
+        return largest_set(sorted(members, key=lambda each: each != view.members[0]), broken)
+
     if late.intersection(there):
-        in_time = largest_set([each for each in order if each not in late], broken)
+        in_time = largest([each for each in order if each not in late])
         gone = frozenset().union(*(report.gone for report in reports))
         if not refusal(view, {*view.members}.difference(in_time), policy, gone=gone):
             return in_time
-    return largest_set(order, broken)
+    return largest(order)
 
 
 def next_view(
