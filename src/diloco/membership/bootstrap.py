@@ -1,10 +1,11 @@
 """The choice of the replica that founds a view if several search for one. Pure: takes their announcements.
 
-Each candidate votes for the first one that it hears, and announces the vote. It can vote for another one only if the
-one that it voted for votes for that one, too, or has ended. So of all candidates one gets the votes of enough members
-of the newest view, and none of these continues or founds with others. What a candidate had accepted before still binds
-it, as a member that nobody hears may have adopted it. A process that was started again can't vouch for the one that it
-replaces: others may have continued because that one had ended.
+Each candidate votes for the view that the first one that it hears is to found, and announces the vote. It can change
+the vote only to a later view, and only if the one that it voted for has itself voted otherwise, no earlier than for
+that view, or has ended. As no vote goes back, that one then never founds it. So of all candidates one gets the votes of
+enough members of the newest view, and none of these continues or founds with others. What a candidate had accepted
+before still binds it, as a member that nobody hears may have adopted it. A process that was started again can't vouch
+for the one that it replaces: others may have continued because that one had ended.
 """
 
 from __future__ import annotations
@@ -59,29 +60,33 @@ def founded_view(
     there = (me, *others)
     eligible = [each for each in there if newest is None or each.number in newest.members] or [me]
     first = min(eligible, key=lambda each: (-each.held_step, each.number)).number
-    agreed = [each.agreed.id for each in there if each.agreed is not None]
-    founded = View(max([-1 if newest is None else newest.id, *agreed]) + 1, (first,))  # later than all of them
+    known = [view.id for each in there for view in (newest, each.agreed) if view is not None]
+    known += [each.vote.id - (each.vote.members == (first,)) for each in there if each.vote is not None]
+    founded = View(max(known, default=-1) + 1, (first,))  # later than all of them, and than votes for others
     if alone:
         return View(founded.id, (me.number,))
     if newest is None:
         return founded if first == me.number else None
 
-    def are_enough(counted: Collection[int]) -> bool:
+    ended = {*left, *(each.number for each in there if each.last is None)}
+    members = [each for each in there if each.last is not None]
+
+    def are_enough(counted: Collection[int], promised: Collection[View | None]) -> bool:
         """Return whether these members may continue from every view that others may be in."""
-        promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]
-        ended = {*left, *(each.number for each in there if each.last is None)}
         joining = {each.number for each in there}.difference(counted)
         return not any(
             refusal(view, {*view.members}.difference(counted), policy, gone=ended, joining=joining)
-            for view in (newest, *promised)
+            for view in (newest, *(each for each in promised if each is not None and each.id > newest.id))
             if view != founded
         )
 
-    members = [each for each in there if each.last is not None]
-    if me.last is not None and _may_vote(me, newest, founded, others) and are_enough([each.number for each in members]):
+    agreed, numbers = [each.agreed for each in there], [each.number for each in members]
+    if me.last is not None and _may_vote(me, newest, founded, others, left) and are_enough(numbers, agreed):
         me.vote = founded
+    if first != me.number or (me.last is not None and me.vote != founded):
+        return None
     voters = [each.number for each in members if each.vote == founded]
-    return founded if first == me.number and are_enough(voters) else None
+    return founded if are_enough(voters, [*agreed, *(each.vote for each in there)]) else None
 
 
 def missing_members(me: Candidate, others: Sequence[Candidate]) -> str:
@@ -123,10 +128,15 @@ def _credible(me: Candidate, others: Sequence[Candidate]) -> tuple[View | None, 
         members.update(later.members)
 
 
-def _may_vote(me: Candidate, newest: View, founded: View, others: Sequence[Candidate]) -> bool:
-    """Return whether the founder that ``me`` voted for before, if it did, can't found a view any more."""
+def _may_vote(me: Candidate, newest: View, founded: View, others: Sequence[Candidate], left: Collection[int]) -> bool:
+    """Return whether ``me`` may vote for ``founded``: nobody founds any more what it voted for before, if it did."""
     before = me.vote
+    if founded.id > newest.id + _MAX_VIEWS_AHEAD:  # the others would not believe it
+        return False
     if before is None or before.id <= newest.id or before.members == (me.number,):
         return True
-    voted_for = (each for each in others if each.number in before.members)
-    return all(each.last is None or each.vote == founded for each in voted_for)
+    return not {*before.members}.difference(left) or any(
+        each.last is None or (each.vote is not None and each.vote.id >= before.id and each.vote != before)
+        for each in others
+        if each.number in before.members
+    )
