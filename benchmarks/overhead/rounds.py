@@ -75,7 +75,7 @@ def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, Spre
                 parameter.mul_(1 - 1e-3)
         sends, merges = step % SCHEDULE.inner_steps == 0, step % SCHEDULE.inner_steps == SCHEDULE.overlap_steps
         if merges and (flight := diloco.fragments[0].flight):
-            flight.pending.done.wait()  # type: ignore[attr-defined]  # of a peer transport
+            flight.pending.wait.__self__.done.wait()  # type: ignore[attr-defined]  # of a peer transport
         name = "send" if sends else "merge" if merges else "everything else"
         spent[name].append(timed(diloco.step))
         if merges:
