@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")
-_HUGE_BYTES = 1 << 23  # of four huge pages; for less, asking the kernel takes longer than it saves
+_HUGE_BYTES = 1 << 25  # smaller blocks the C library keeps, so that their pages are not new when they are used again
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SPINS = 1000
 """The number of times that a waiting libgomp thread polls before it sleeps. This takes about 20 to 50 us: longer than

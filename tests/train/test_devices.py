@@ -33,9 +33,9 @@ def test_a_gpu_comes_before_the_cpu_and_one_that_is_absent_is_refused(monkeypatc
         choose_device("cuda:2")
 
 
-@pytest.mark.parametrize(("numel", "dtype"), [(0, torch.uint8), (1, torch.float32), (2_097_151, torch.float32)])
+@pytest.mark.parametrize(("numel", "dtype"), [(0, torch.uint8), (1, torch.float32), (8_388_607, torch.float32)])
 def test_large_memory_is_released_with_its_last_view(numel: int, dtype: torch.dtype) -> None:
-    """The last one is of 8 MiB less 4 bytes, and is followed by one that is in huge pages."""
+    """The last one is of 32 MiB less 4 bytes, and is followed by one that is in huge pages."""
     for size in (numel, numel + 1):
         values = empty(size, dtype)
         assert (values.shape, values.dtype, values.is_contiguous()) == ((size,), dtype, True)
