@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diloco.algorithm import CODECS, AlphaMerge, MergeRule, RebaseMerge, RoundId, Sgd, SyncSchedule
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, OuterState, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo, Fragment
 from tests.faults import Fault, FaultyTransport
@@ -182,17 +183,14 @@ def test_a_snapshot_waits_for_the_gpu_whose_state_it_copies(monkeypatch: pytest.
     """Another thread takes it, and the training may use a stream of its own."""
     log: list[str] = []
 
-    class Copied:
-        device = torch.device("cuda", 1)
-
-        def clone(self) -> Tensor:
-            log.append("copied")
-            return torch.zeros(1)
+    def copies() -> tuple[Tensor, OuterState]:
+        log.append("copied")
+        return torch.zeros(1), OuterState()
 
     state = fragment_of(nn.Linear(1, 1)).state
-    state.outer.slots.clear()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(str(device)))
-    monkeypatch.setattr(state, "values", Copied())
+    monkeypatch.setattr(state, "values", SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr(state, "_copies", copies)
     state.snapshot()
     assert log == ["cuda:1", "copied", "cuda:1"]
 

@@ -44,7 +44,7 @@ def test_large_memory_is_released_with_its_last_view(numel: int, dtype: torch.dt
     del values
     assert view.item() == 1
     before = resident_bytes()
-    held = empty(1 << 24, dtype).fill_(1)
+    held = empty(1 << 26, dtype).fill_(1)
     assert resident_bytes() > before + held.nbytes // 2
     del held
     assert resident_bytes() < before + (1 << 22)
