@@ -64,7 +64,7 @@ def make_session(
             steps=NO_ROUNDS,
             batch_size=job.batch_size,
             sequence_length=job.sequence_length,
-            precision=precision,  # type: ignore[arg-type]  # a valid name
+            precision=precision,  # type: ignore[arg-type]  # the settings check it
             **train,
         ),
         optimizer=inner,

@@ -98,9 +98,9 @@ def run_training(
                 if resumed_from is None or not (folder / "config.toml").exists():
                     make_private_folder(folder)
                     corpus.tokenizer.save(folder)
+                write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
             except OSError as error:
                 raise DiLoCoError(f"{folder} can't be written: {error.strerror or error}.") from error
-            write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
         run = _Run(session, emit, folder, home, resumed_from)
         at_end.enter_context(run.mirroring())
         at_end.enter_context(closing(run.writer))
