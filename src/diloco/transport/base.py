@@ -31,8 +31,7 @@ class Pending:
     Raises:
         RoundVoidError: if the round is void for every replica; the message gives the reason.
         DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
-        RoundTimeoutError: if the round is not decided in the transport's time; the error names the replicas that did
-            not respond.
+        RoundTimeoutError: if the round is not decided in the transport's time.
     """
 
 
