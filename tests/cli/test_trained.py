@@ -26,6 +26,16 @@ def test_evaluate_gives_the_numbers_of_the_end_of_the_run(files: Path, capsys: p
     assert f"{summary['heldout_loss']:.4f} nats per token" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("place", ["step-00000006", ".", "../step-00000006"])
+def test_a_checkpoint_named_from_inside_its_run_finds_the_tokenizer_and_the_settings(
+    place: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = files / "run" / "checkpoints"
+    monkeypatch.chdir(checkpoints if place[0] == "s" else checkpoints / "step-00000006")
+    assert main(["evaluate", place, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout_loss"] == read_json(files / "run/summary.json")["heldout_loss"]
+
+
 def test_evaluate_on_other_text_uses_all_of_it(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.txt").write_text("x" * 16 * 10)
     assert main(["evaluate", str(files / "run"), "--data", str(tmp_path), "--sequences", "0", "--json"]) == 0

@@ -53,7 +53,9 @@ def rank(number: int, transport: str, arguments: str, port: int) -> int:
     return main(f"train {arguments} {place} --monitor.console quiet".split())
 
 
-def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(data: Path, tmp_path: Path) -> None:
+def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Invariant 5: after a shared start over process groups, each replica takes its moments, residual and rounds in
     flight with it."""
     out, lossy = tmp_path / "run", "--codec int8 --error-feedback 1 --data-parallel-steps 3"
@@ -79,9 +81,11 @@ def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(da
             assert [held_step(number, out) for number in (0, 1)] == [11, 10]
             with pytest.raises(CheckpointError, match=r"holds no replica 1: .* Copy the folders of all replicas"):
                 train(data, out, f"{lossy} --resume {out}")
+            monkeypatch.chdir(out / "checkpoints")  # a path may be relative to the checkpoints themselves
+            assert held_step(0, Path("step-00000011", "..", "step-00000010")) == 10
             shutil.copytree(own / "step-00000009", own / "step-00000011")
             with pytest.raises(CheckpointError, match="have other global parameters"):
-                train(data, out, f"{lossy} --resume {out}")
+                train(data, out, f"{lossy} --resume step-00000011")
             shutil.rmtree(own / "step-00000011")
             shutil.move(tmp_path / "away", own / "step-00000011")
     summary = json.loads((out / "summary.json").read_text())

@@ -1,5 +1,6 @@
 """Exported runs: transformers gives the same loss and token ids, a new run can begin there, and files are kept."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import open_checkpoint
+from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
@@ -116,6 +117,16 @@ def test_an_earlier_checkpoint_or_the_mean_of_the_last_can_be_taken(
         assert words in capsys.readouterr().err
     for number, place in (("0", run), ("2", mean)):
         assert main(["evaluate", str(place), "--average-last", number]) == 2
+
+
+def test_a_later_step_that_the_run_went_back_from_is_in_no_mean(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    earlier = tmp_path / "run" / "checkpoints" / "step-00000006"
+    manifest = replace(read_manifest(earlier), serial=2)  # saved after step 12
+    (earlier / "manifest.json").unlink()
+    write_manifest(earlier, manifest)
+    with pytest.raises(CheckpointError, match="has no 2 checkpoints up to step 6 to average"):
+        load_trained(tmp_path / "run", average_last=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

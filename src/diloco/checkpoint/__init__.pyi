@@ -9,6 +9,7 @@ from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
 from .reading import read_manifest as read_manifest
+from .reading import run_folder as run_folder
 from .reading import write_manifest as write_manifest
 from .tensors import Lazy as Lazy
 from .tensors import whole as whole

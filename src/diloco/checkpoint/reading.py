@@ -7,6 +7,7 @@ member ``digest`` is the xxh3_128 digest of the others as JSON, so that damage t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -197,6 +198,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
         )
     return newest
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """Return the run folder that holds a checkpoint, whose path may be relative or contain ``..``."""
+    return Path(os.path.abspath(checkpoint)).parent.parent
 
 
 def _is_later(damaged: Path, newest: Checkpoint) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,7 +231,8 @@ def _newest(resume: Path, replica: int) -> list[Checkpoint]:
 
     One process saves all replicas in the run folder, in which a process of the replica's own saves in its own folder.
     """
-    run, name, newest = _run_folder(resume), resume.name if resume.name.startswith("step-") else "", []
+    name = os.path.basename(os.path.abspath(resume))
+    run, name, newest = _run_folder(resume), name if name.startswith("step-") else "", []
     for folder in (run, run / f"replica-{replica}") if replica else (run,):
         named = [each for each in list_checkpoints(folder / "checkpoints") if name in ("", each.path.name)]
         newest += [each for each in named if replica in replicas_in(each)][-1:]
@@ -239,5 +241,5 @@ def _newest(resume: Path, replica: int) -> list[Checkpoint]:
 
 def _run_folder(resume: Path) -> Path:
     """Return the run folder of what ``--resume`` names: itself, or the one that holds this checkpoint."""
-    path = resume.absolute()
+    path = Path(os.path.abspath(resume))
     return next((each.parent for each in (path, path.parent) if each.name == "checkpoints"), resume)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from diloco.algorithm import local_shard, named_parameters
-from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
+from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, run_folder
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
@@ -213,7 +213,7 @@ def _checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint of the same step that holds a replica, which a process of its own may have saved."""
     if replica in replicas_in(checkpoint):
         return checkpoint
-    folder = checkpoint.path.parents[1] / f"replica-{replica}" / "checkpoints"
+    folder = run_folder(checkpoint.path) / f"replica-{replica}" / "checkpoints"
     advice = "Copy the folders of all replicas into that of replica 0, or resume from a step that all have saved."
     try:
         other = open_checkpoint(folder / f"step-{checkpoint.step:08d}")

@@ -25,7 +25,7 @@ from diloco.algorithm import (
     set_whole_,
     trainable_parameters,
 )
-from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, new_folder, open_checkpoint
+from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, new_folder, open_checkpoint, run_folder
 from diloco.data import ChatTokenizer, Tokenizer, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
@@ -64,7 +64,7 @@ class Trained:
     @property
     def run(self) -> Path:
         """The run folder of a checkpoint."""
-        return self.path.absolute().parent.parent
+        return run_folder(self.path)
 
     @property
     def has_template(self) -> bool:
@@ -133,7 +133,7 @@ def load_trained(
     load_parameters(model, values)
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
-    tokenizer = load_tokenizer(checkpoint.path.parent.parent)
+    tokenizer = load_tokenizer(run_folder(checkpoint.path))
     length = checkpoint.fact("sequence_length", int, least=1)
     return Trained(model.eval(), tokenizer, checkpoint.step, length, checkpoint.path, weights)
 
@@ -167,11 +167,11 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
 
 def _last_checkpoints(newest: Checkpoint, number: int) -> list[Checkpoint]:
     """Return ``newest`` and the checkpoints of its run before it, ``number`` in all, the oldest first."""
-    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial]
+    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial and each.step <= newest.step]
     if len(saved) < number:
         there = ", ".join(str(each.step) for each in saved)
         raise CheckpointError(
-            f"{newest.path.parent.parent} has no {number} checkpoints up to step {newest.step} to average, only those "
+            f"{run_folder(newest.path)} has no {number} checkpoints up to step {newest.step} to average, only those "
             f"of the steps {there}. checkpoint.keep says how many a run keeps."
         )
     return saved[-number:]
