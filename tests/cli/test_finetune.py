@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import resource
 import shlex
 import shutil
 import sys
@@ -89,6 +90,26 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     output_of(capsys, "export", place / "run", "--out", place / "exported", "--to", "adapter")
     assert (place / "exported" / "chat_template.jinja").is_file()
+
+
+def test_an_adapter_is_written_whole_or_not_at_all_and_replaces_only_an_export(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", place / "run", "--out", tmp_path / "adapter", "--to", "adapter"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # files can't grow, as on a full disk
+    try:
+        assert main([*map(str, words)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "adapter can't be written: " in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    output_of(capsys, *words)
+    (tmp_path / "adapter" / "note").write_text("of the earlier export")
+    output_of(capsys, *words, "--overwrite")
+    assert not (tmp_path / "adapter" / "note").exists()
+    (tmp_path / "adapter" / "diloco.json").unlink()  # as of peft itself
+    assert main([*map(str, words), "--overwrite"]) == 2
 
 
 def test_weights_that_were_quantised_during_training_are_merged_as_they_were(

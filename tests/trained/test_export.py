@@ -144,6 +144,14 @@ def test_half_precision_and_what_does_not_fit_it(run: Path, tmp_path: Path, dtyp
     assert not (tmp_path / "large").exists()
 
 
+def test_weights_of_eight_bits_are_begun_from(run: Path) -> None:
+    """Not every operation of torch has them."""
+    model = load_trained(run).model
+    values = {name: value.to(torch.float8_e5m2) for name, value in read_weights(run).items()}
+    load_parameters(model, values)
+    assert same(dict(model.named_parameters()), {name: value.float() for name, value in values.items()})
+
+
 def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,3 @@
-from .adapters import CONFIG_FILE as CONFIG_FILE
 from .adapters import save_adapter as save_adapter
 from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_weights as native_weights

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-CONFIG_FILE = "adapter_config.json"  # present in every folder with an adapter
 _NAME = "default"  # peft's name for the only adapter of a model; names in files leave it out
 
 

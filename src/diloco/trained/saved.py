@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -167,7 +168,8 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
 
 def _last_checkpoints(newest: Checkpoint, number: int) -> list[Checkpoint]:
     """Return ``newest`` and the checkpoints of its run before it, ``number`` in all, the oldest first."""
-    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial and each.step <= newest.step]
+    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial]
+    saved = [each for each in saved if each.step <= newest.step]  # a run may have gone back
     if len(saved) < number:
         there = ", ".join(str(each.step) for each in saved)
         raise CheckpointError(
@@ -270,7 +272,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         here, there = tuple(state[name].shape), tuple(value.shape)
         if here != there:
             raise CheckpointError(f"{name} has the shape {here} in the model, but {there} in the initial weights.")
-        if name in parameters and not bool(value.isfinite().all()):
+        if name in parameters and not bool(value.float().isfinite().all()):  # not all types have it
             raise CheckpointError(
                 f"{name} holds values that are not finite in the initial weights, so they are damaged. Use another "
                 "copy, or an earlier checkpoint."
@@ -314,10 +316,9 @@ def export_huggingface(
         ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` is not empty.
         CheckpointError: the folder can't be written, or the weights don't fit ``dtype``. No partial export remains.
     """
-    folder = Path(os.path.realpath(folder))  # keeps a link
     native = trained.model.settings if isinstance(trained.model, Transformer) else None
     longest = trained.length(None, "") if native else trained.model.max_sequence_length
-    _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
+    _check_place(folder, overwrite)
     made = trained.model.to_huggingface()
     made.to(getattr(torch, dtype))
     for name, parameter in named_parameters(made).items():
@@ -342,6 +343,31 @@ def export_huggingface(
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
         generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
+    origin = {"model": asdict(replace(native, max_sequence_length=longest))} if native else {}
+    with _writing(folder, overwrite, trained, dtype, origin) as partial:
+        made.save_pretrained(partial)
+        tokenizer.save(partial)
+        stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
+        added = {"bos_token": stored["eos_token"], "model_max_length": longest}
+        added |= {"clean_up_tokenization_spaces": False} | stored
+        (partial / "tokenizer_config.json").write_text(json.dumps(added, indent=2) + "\n", "utf-8")
+    return made
+
+
+def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
+    """Write a folder that ``peft`` loads, with the tokeniser of the run, as `export_huggingface` writes one."""
+    from diloco.model import save_adapter
+
+    _check_place(folder, overwrite)
+    model: Any = trained.model
+    with _writing(folder, overwrite, trained, "float32", {}) as partial:
+        save_adapter(partial, model, trainable_parameters(model))
+        trained.chat_tokenizer().save(partial)
+
+
+@contextmanager
+def _writing(folder: Path, overwrite: bool, trained: Trained, dtype: Dtype, more: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a folder to fill, to which `ORIGIN_FILE` is added and which then becomes ``folder``."""
     origin = {
         "diloco": metadata.version("diloco"),
         "run": trained.run.name,
@@ -350,39 +376,19 @@ def export_huggingface(
         "weights": trained.weights,
         "dtype": dtype,
         "sequence_length": trained.sequence_length,
-        **({"model": asdict(replace(native, max_sequence_length=longest))} if native else {}),
     }
+    folder = Path(os.path.realpath(folder))  # keeps a link
     try:
         with new_folder(folder, replaces=overwrite) as partial:
-            made.save_pretrained(partial)
-            tokenizer.save(partial)
-            stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
-            added = {"bos_token": stored["eos_token"], "model_max_length": longest}
-            added |= {"clean_up_tokenization_spaces": False} | stored
-            for name, value in (("tokenizer_config.json", added), (ORIGIN_FILE, origin)):
-                (partial / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+            yield partial
+            (partial / ORIGIN_FILE).write_text(json.dumps({**origin, **more}, indent=2) + "\n", "utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} can't be written: {error}. What was there before is unchanged.") from error
-    return made
 
 
-def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
-    """Write a folder that ``peft`` loads, with the tokeniser of the run.
-
-    Raises:
-        ConfigurationError: ``folder`` contains something other than an adapter, or an adapter and ``overwrite`` is
-            False.
-    """
-    from diloco.model import CONFIG_FILE, save_adapter
-
-    _check_place(folder, overwrite, is_export=(folder / CONFIG_FILE).is_file())
-    model: Any = trained.model
-    save_adapter(folder, model, trainable_parameters(model))
-    trained.chat_tokenizer().save(folder)
-
-
-def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
+def _check_place(place: Path, overwrite: bool) -> None:
     """Raise `ConfigurationError` unless the path is free, or is an earlier export that may be overwritten."""
+    is_export = (place / ORIGIN_FILE).is_file()
     is_empty = place.is_dir() and not any(place.iterdir())
     if place.exists() and not is_empty and not is_export:
         raise ConfigurationError(f"{place} exists and is not an exported model. Use another path.")
