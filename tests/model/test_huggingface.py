@@ -1,6 +1,7 @@
 """Models of ``transformers`` behind the training interface: the same numbers, and what is refused."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,16 @@ def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None
         built(tmp_path, vocab_size=300)
     with pytest.raises(ConfigurationError, match=r"lack model\.layers\.3.*weights fresh"):
         built(tmp_path, num_hidden_layers=4)
+    stored.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert torch.equal(built(tmp_path / "parts").wrapped.lm_head.weight, model.wrapped.lm_head.weight)
+    first = next((tmp_path / "parts").glob("*-00001-of-*"))
+    shutil.copy(first, first.with_name("model-00001-of-00099.safetensors"))  # of weights that were there before
+    with pytest.raises(CheckpointError, match=r"both hold .* Keep one of them"):
+        built(tmp_path / "parts")
+    for shard in (tmp_path / "parts").glob("model-*"):
+        shard.unlink()
+    with pytest.raises(CheckpointError, match="has no weights file"):  # only the index was fetched
+        built(tmp_path / "parts")
     larger = built(tmp_path, vocab_size=300, weights="fresh", num_hidden_layers=4)
     assert (larger.vocab_size, larger.num_layers) == (300, 4)
 

@@ -128,19 +128,14 @@ def is_huggingface_folder(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def weights_files(folder: Path) -> list[Path]:
-    """Return the files of the weights in ``folder``, one or its shards; none if there are no weights."""
-    whole = folder / WEIGHTS_NAME
-    return [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
-
-
 def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
     """Return the tensors of the ``.safetensors`` weights in ``folder`` by name; each is read when it is asked for.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    files = weights_files(folder)
+    whole = folder / WEIGHTS_NAME
+    files = [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
     if not files:
         pickles = sorted(entry.name for entry in folder.glob("*.bin"))
         why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
@@ -149,8 +144,11 @@ def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                places |= {name: (path, name) for name in opened.keys()}  # noqa: SIM118  # not a dict
-        except SafetensorError as error:
+                for name in opened.keys():  # noqa: SIM118  # not a dict
+                    if name in places:
+                        raise CheckpointError(f"{path} and {places[name][0]} both hold {name}. Keep one of them.")
+                    places[name] = path, name
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a valid safetensors file: {error}.") from error
     return Lazy(places, _read)
 

@@ -27,7 +27,6 @@ from diloco.model.folders import (
     read_json,
     stored_tensors,
     weights_digest,
-    weights_files,
 )
 from diloco.model.language_model import LanguageModel, LossParts, build_language_model
 from diloco.model.settings import HuggingFaceSettings, ModelSettings
@@ -286,12 +285,13 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
 
 
 def _has_stored(folder: Path, settings: ModelSettings) -> bool:
-    """Return whether to begin from the weights in ``folder``. They must be there if asked for, if they are pickles, and
-    for a name on the hub.
+    """Return whether to begin from the weights in ``folder``. They must be there if asked for, for a name on the hub,
+    and if there are others, such as pickles, or the index of weights that were not fetched to the end.
     """
     weights, local = settings.huggingface.weights, Path(settings.place).expanduser()
-    needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir() or any(folder.glob("pytorch_*.bin"))
-    return weights != "fresh" and (needed or bool(weights_files(folder)))
+    needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir()
+    there = [*folder.glob("pytorch_*.bin"), *folder.glob("*.safetensors*")]
+    return weights != "fresh" and (needed or bool(there))
 
 
 def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: HuggingFaceSettings) -> PretrainedConfig:
