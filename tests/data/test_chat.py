@@ -243,6 +243,26 @@ def test_the_template_decides_what_counts(tokenizer_of: Any, kind: str) -> None:
     assert (counted(example), all_counted) == (answers, all_count)
 
 
+def test_several_templates_are_saved_in_files_that_are_exported_and_mirrored(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    library = AutoTokenizer.from_pretrained(folder)
+    library.chat_template = {"default": TEMPLATE, "tool_use": CALLING}
+    library.save_pretrained(tmp_path / "theirs")
+    ChatTokenizer(str(tmp_path / "theirs")).save(tmp_path / "run")
+    assert {each.name for each in (tmp_path / "run").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert ChatTokenizer(str(tmp_path / "run"))._library.chat_template == library.chat_template
+
+
+def test_a_special_token_without_a_text_is_in_no_text(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    library = AutoTokenizer.from_pretrained(folder)
+    library.pad_token = ""
+    library.save_pretrained(tmp_path)
+    assert not ChatTokenizer(str(tmp_path)).holds_special("hello")
+
+
 def test_messages_need_a_template(tokenizer_of: Any) -> None:
     with pytest.raises(DataError, match="has no chat template, which messages need"):
         tokenizer_of(None).conversation(asked("a", "b")["messages"])

@@ -318,7 +318,7 @@ class ChatTokenizer(Tokenizer):
         self._library, self._place = library, place
         added = library.added_tokens_decoder.values()
         special = sorted({*library.all_special_tokens, *(str(token) for token in added if token.special)})
-        self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
+        self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True) if each))
         self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
         if library.chat_template:
             answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -329,7 +329,8 @@ class ChatTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._library.save_pretrained(folder)
+        # several templates go into ``tokenizer_config.json``, since only files are exported and mirrored
+        self._library.save_pretrained(folder, save_jinja_files=isinstance(self._library.chat_template, str))
 
     def holds_special(self, text: str) -> bool:
         """Return whether a text spells out a special token, which would end its own part of a conversation."""
