@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.cli import main
-from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus, heldout_data, split_documents, tokenize
+from diloco.data import (
+    ByteTokenizer,
+    DataSettings,
+    Sampler,
+    build_corpus,
+    heldout_data,
+    load_tokenizer,
+    split_documents,
+    tokenize,
+)
 from diloco.errors import ConfigurationError, DataError
 from tests.finetuning import write_records
 from tests.runs import numbered, train
@@ -175,7 +184,7 @@ def test_what_is_not_whole_is_refused(mine: Path, damage: Callable[[Path], objec
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, bpe: Path, tmp_path: Path) -> None:
     for refused, words in (
         (at(folder, text), "which can't be mixed"),
-        (at(folder, bpe), "with different tokenizers"),
+        (at(folder, bpe), "was made with another tokenizer than"),
         (at(folder, tokenizer="bpe"), "was made with another one"),
         (at(folder, tokenizer=str(bpe)), "was made with another one"),
         (at(folder, heldout_fraction=0.3), "was made with a heldout_fraction of 0.2"),
@@ -184,6 +193,8 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(refused)
     assert build_corpus(at(bpe, tokenizer=str(bpe))).tokenizer.vocab_size == 270
+    with pytest.raises(ConfigurationError, match="was made with another tokenizer than that of the run"):
+        heldout_data(at(folder), load_tokenizer(bpe), 16)  # the folder was made anew after the run
     with pytest.raises(ConfigurationError, match="already contains tokens"):
         tokenize(at(folder), tmp_path / "again")
 

@@ -2,6 +2,7 @@
 on; what can't be read is named with its place and cause."""
 
 import bz2
+import errno
 import functools
 import gzip
 import io
@@ -115,6 +116,24 @@ def test_what_cannot_be_read_is_named_with_its_place_and_cause(tmp_path: Path, k
         write(path, content or (b"" if name == "a.jsonl" else in_parquet(text=["one", None])))
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         documents_of(path)
+
+
+def test_a_folder_that_can_not_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "closed").mkdir()
+    for name in ("a.txt", "closed/b.txt"):
+        write(tmp_path / name, name)
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert documents_of(tmp_path) == ["a.txt"]
+    assert f"{tmp_path / 'closed'} is not read: Permission denied." in caplog.text
 
 
 def test_a_pattern_and_a_url_name_many_files(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
             )
         return _streamed_corpus(settings)
     if folders:
-        _check_settings(settings, folders)
         tokenizer = folders[0].tokenizer()
+        _check_settings(settings, folders, tokenizer)
     else:
         tokenizer = make_tokenizer(settings, Source(settings).documents(heldout=False))
     train, heldout = _splits(settings, folders, tokenizer)
@@ -133,6 +133,12 @@ def _size(tokens: PackedTokens) -> str:
 
 def _splits(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> list[PackedTokens]:
     """Return the tokens to train on and the held-out ones: of folders, or of the text if there are none."""
+    for folder in folders:
+        if folder.tokenizer().to_json() != tokenizer.to_json():
+            raise ConfigurationError(
+                f"{folder.path} was made with another tokenizer than that of the run, or of the first of its folders. "
+                "Make it again with that one (--tokenizer FOLDER)."
+            )
     if folders:
         return [PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS]
     return [PackedTokens.joined(parts) for parts in zip(*encode_splits(Source(settings), tokenizer), strict=True)]
@@ -147,15 +153,10 @@ def _first_heldout(source: Source, tokenizer: Tokenizer) -> PackedTokens:
     return pack(texts, tokenizer)
 
 
-def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
-    """Raise `ConfigurationError` if token folders differ in their tokenizer, or the settings ask for another one."""
-    first, tokenizer, asked = folders[0], folders[0].tokenizer().to_json(), settings.heldout_fraction
+def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> None:
+    """Raise `ConfigurationError` if the settings ask for another tokenizer or split than that of token folders."""
+    asked = settings.heldout_fraction
     for folder in folders:
-        if folder.tokenizer().to_json() != tokenizer:
-            raise ConfigurationError(
-                f"{first.path} and {folder.path} were made with different tokenizers. Make them with the same one, "
-                f"such as --tokenizer {first.path}."
-            )
         fraction = folder.made.get("heldout_fraction", asked)
         if asked not in (fraction, DataSettings.heldout_fraction):
             raise ConfigurationError(
@@ -163,9 +164,9 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder]) -> N
                 "has no effect. Pass it to `diloco tokenize`, or leave it out."
             )
     trained = settings.bpe_vocab_size is not None
-    if trained or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
+    if trained or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer.to_json()):
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} has no effect: {first.path} was made with another one."
+            f"data.tokenizer={settings.tokenizer!r} has no effect: {folders[0].path} was made with another one."
         )
 
 

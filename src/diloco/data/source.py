@@ -226,8 +226,11 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
     with as_data_error(place), from_extra("cloud", f"{place} needs a package"):
         import fsspec
 
+        remote = "://" in place
         system, path = fsspec.url_to_fs(place)
         if system.isdir(path):
+            if not remote:
+                list(os.walk(path, onerror=_name_unlisted))  # fsspec is silent about folders that it can't list
             names = _data_of_folder(system, path, suffixes)
         elif system.exists(path):
             names = [path]
@@ -235,8 +238,11 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
             names = sorted(system.glob(path)) if glob.has_magic(path) else []
             if not names:
                 raise NoDataError(f"{place} does not exist.")
-        remote = "://" in place
         return [File(system, name, system.unstrip_protocol(name) if remote else name) for name in names]
+
+
+def _name_unlisted(error: OSError) -> None:
+    warn_once(f"{error.filename} is not read: {error.strerror}.")
 
 
 def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[str]:
