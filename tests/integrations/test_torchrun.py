@@ -1,6 +1,7 @@
 """Under torchrun each rank of a framework's job is a replica, and DistributedDataParallel averages no gradients."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from diloco.algorithm import local_shard
+from diloco.errors import CheckpointError
 from tests.integrations.reference import options
 from tests.integrations.test_frameworks import (
     accelerate,
@@ -67,6 +69,12 @@ def rank_of_two(rank: int, name: str, port: int, folder: Path) -> tuple[int, str
         diloco = globals()[name](given, folder, resume)
         runs.append(torch.cat([local_shard(each).detach().flatten() for each in diloco.named_parameters().values()]))
     assert torch.equal(*runs)
+    if name == "by_lightning":  # which overwrites a file, and then the states beside it
+        before, after = (folder / f"step={step}.ckpt.replicas" / "diloco" / f"replica-{rank}" for step in (6, 12))
+        shutil.rmtree(before)
+        shutil.copytree(after, before)
+        with pytest.raises(CheckpointError, match="states of step 12, but the checkpoint beside it is of step 6"):
+            by_lightning(given, folder, resume=True)
     return diloco.rounds_committed, diloco.digest(), runs[0]
 
 

@@ -264,7 +264,12 @@ class HostedReplica:
         """Restore the state in ``folder``, or the one that the framework has loaded."""
         if folder is not None and saved_states(folder):
             load_state(folder, self.begun, check_model=check_model, inner=self.inner)
-        elif self._loaded:
+            if (step := self._loaded.get("steps", self.begun.steps)) != self.begun.steps:
+                raise CheckpointError(
+                    f"{folder} holds states of step {self.begun.steps}, but the checkpoint beside it is of step "
+                    f"{step}: saving them was interrupted. Resume from another checkpoint."
+                )
+        elif "diloco" in self._loaded:
             restore(self.begun, self._loaded)
         else:
             raise CheckpointError(
@@ -288,7 +293,7 @@ class HostedReplica:
         if self.diloco is None:
             return dict(self._loaded)
         if of_one_job(self.diloco):  # see `beside`
-            return {}
+            return {"steps": self.diloco.steps}
         saves_globals = self.training and self.parameters == "global"
         return state_of(self.diloco, (self.hidden or held_values(self.diloco)) if saves_globals else None)
 
