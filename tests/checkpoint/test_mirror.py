@@ -249,6 +249,21 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
     assert mark_of(tmp_path / "new") == 2
 
 
+def test_uploads_that_fail_do_not_fill_the_place(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, usual = claimed(place, run := home(tmp_path / "run")), DirFileSystem.open
+
+    def open_or_fail(store: DirFileSystem, path: str, *given: Any) -> Any:
+        if path.endswith("/manifest.json"):
+            raise FULL
+        return usual(store, path, *given)
+
+    monkeypatch.setattr(DirFileSystem, "open", open_or_fail)
+    mirror.offer(save(run / "checkpoints", 1, 1.0))
+    with pytest.raises(CheckpointError, match="QuotaExceeded"):
+        mirror.close()
+    assert store(place).find("") == ["writer.json"]
+
+
 def test_the_settings_that_were_checked_are_those_that_are_written(place: str, tmp_path: Path) -> None:
     """Whoever can write there may exchange them while the checkpoint is fetched."""
     mirrored(place, home(tmp_path / "run"), 1)

@@ -26,7 +26,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -232,6 +232,8 @@ class Mirror:
                     with place.store.open(f"{folder}/{file}", "wb") as there:
                         shutil.copyfileobj(files[file], there, 16 << 20)
         except DiLoCoError as error:
+            with suppress(Exception):  # what was written may be what fills the place
+                place.store.rm(folder, recursive=True)
             self.sentences.append(f"{name} was not uploaded, which is tried again with the next: {error}")
             raise
         self._number += 1
