@@ -2,10 +2,13 @@
 
 Each candidate votes for the view that the first one that it hears is to found, and announces the vote. It can change
 the vote only to a later view, and only if the one that it voted for has itself voted otherwise, no earlier than for
-that view, or has ended. As no vote goes back, that one then never founds it. So of all candidates one gets the votes of
-enough members of the newest view, and none of these continues or founds with others. What a candidate had accepted
-before still binds it, as a member that nobody hears may have adopted it. A process that was started again can't vouch
-for the one that it replaces: others may have continued because that one had ended.
+that view. As no vote goes back, that one then never founds it. So of all candidates one gets the votes of enough
+members of the newest view, and none of these continues or founds with others. What a candidate had accepted before
+still binds it, as a member that nobody hears may have adopted it.
+
+A process that was started again votes, too, but its vote does not count among those of the members: it can't vouch for
+the one that it replaces, as others may have continued because that one had ended. The founder is a member of every view
+in which others may be, so that these do not continue because all the others of that view have ended.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ def founded_view(
     """Let ``me`` vote, and return the view of this replica alone that it founds for the others to join, or None.
 
     The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was a
-    member, it is one of the newest view, and founds only if enough members of that vote for it, so that no others can
-    be continuing from it, nor from a view that one of them had agreed to.
+    member, it is one of the newest view, and of those that one of them had agreed to, and founds only if enough members
+    of these vote for it, so that no others can be continuing from them.
 
     Args:
         others: the other replicas that are searching, each as it was heard after the last vote of ``me``, and once each
@@ -56,37 +59,40 @@ def founded_view(
     >>> founded_view(lost, [Candidate(1, 140, View(7, (0, 1, 2)), vote=lost.vote)], Policy())
     View(id=8, members=(2,))
     """
-    newest, others = _credible(me, others)
+    heard, (newest, others) = others, _credible(me, others)
     there = (me, *others)
-    eligible = [each for each in there if newest is None or each.number in newest.members] or [me]
-    first = min(eligible, key=lambda each: (-each.held_step, each.number)).number
-    known = [view.id for each in there for view in (newest, each.agreed) if view is not None]
+    agreed = [each.agreed for each in there if each.agreed and newest and each.agreed.id > newest.id]
+    views = [] if newest is None else [newest, *agreed]  # in which others may be
+    eligible = [each for each in there if all(each.number in view.members for view in views)]
+    first = min((-each.held_step, each.number) for each in eligible or [me])[1]
+    known = [view.id for view in views]
     known += [each.vote.id - (each.vote.members == (first,)) for each in there if each.vote is not None]
     founded = View(max(known, default=-1) + 1, (first,))  # later than all of them, and than votes for others
     if alone:
         return View(founded.id, (me.number,))
     if newest is None:
         return founded if first == me.number else None
+    if not eligible:
+        return None
 
     ended = {*left, *(each.number for each in there if each.last is None)}
     members = [each for each in there if each.last is not None]
 
-    def are_enough(counted: Collection[int], promised: Collection[View | None]) -> bool:
+    def are_enough(counted: Collection[Candidate], votes: Collection[View] = ()) -> bool:
         """Return whether these members may continue from every view that others may be in."""
-        joining = {each.number for each in there}.difference(counted)
+        numbers = {each.number for each in counted}
+        joining = {each.number for each in there}.difference(numbers)
         return not any(
-            refusal(view, {*view.members}.difference(counted), policy, gone=ended, joining=joining)
-            for view in (newest, *(each for each in promised if each is not None and each.id > newest.id))
-            if view != founded
+            refusal(view, {*view.members}.difference(numbers), policy, gone=ended, joining=joining)
+            for view in (*views, *(vote for vote in votes if vote.id > newest.id and vote != founded))
         )
 
-    agreed, numbers = [each.agreed for each in there], [each.number for each in members]
-    if me.last is not None and _may_vote(me, newest, founded, others, left) and are_enough(numbers, agreed):
+    if _may_vote(me, newest, founded, heard, left) and are_enough(members):
         me.vote = founded
-    if first != me.number or (me.last is not None and me.vote != founded):
+    if first != me.number or me.vote != founded:
         return None
-    voters = [each.number for each in members if each.vote == founded]
-    return founded if are_enough(voters, [*agreed, *(each.vote for each in there)]) else None
+    voters = [each for each in members if each.vote == founded]
+    return founded if are_enough(voters, [each.vote for each in there if each.vote is not None]) else None
 
 
 def missing_members(me: Candidate, others: Sequence[Candidate]) -> str:
@@ -136,7 +142,7 @@ def _may_vote(me: Candidate, newest: View, founded: View, others: Sequence[Candi
     if before is None or before.id <= newest.id or before.members == (me.number,):
         return True
     return not {*before.members}.difference(left) or any(
-        each.last is None or (each.vote is not None and each.vote.id >= before.id and each.vote != before)
+        each.vote is not None and each.vote.id >= before.id and each.vote != before
         for each in others
         if each.number in before.members
     )

@@ -21,7 +21,7 @@ from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
