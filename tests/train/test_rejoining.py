@@ -17,8 +17,8 @@ import pytest
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, RoundCommitted, ViewChanged
-from diloco.membership import Candidate
-from diloco.protocol import Rules
+from diloco.membership import GREATEST, Candidate, View
+from diloco.protocol import Excluded, Rules
 from diloco.train import Fleet, follow_views
 from diloco.transport import (
     Admission,
@@ -150,6 +150,42 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.transport.connections.call(asyncio.sleep(0.01))
     with pytest.raises(RunFinishedError, match="the others have finished the run, and no member is left to join"):
         second.rejoin(LIMIT_S)
+
+
+@pytest.mark.parametrize("told_by", [(0,), (0, 1)])
+def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet, told_by: tuple[int, ...]) -> None:
+    """It had stood still, and the others had ended since, so it searched for ever. One alone is not believed."""
+    *others, fleet = meet(3)
+    session, stop = mock.MagicMock(fleet=fleet, replicas=[mock.MagicMock(diloco=None)]), mock.MagicMock(signal=None)
+    session.settings.network.start_timeout_s = 0.5
+    views = fleet.transport.views
+    for each in told_by:
+        parting = Excluded(GREATEST, "another process has taken its place")
+        fleet.transport.connections.call_act(LIMIT_S, views.receive_parting, each, parting)
+    assert views.replaced == (len(told_by) > 1)
+    for each in others:
+        each.transport.close()
+    if views.replaced:
+        with pytest.raises(
+            RendezvousError, match=r"^Another process has taken the place of replica 2: .* has searched"
+        ):
+            follow_views(session, stop, lambda event: None)
+
+
+def test_nobody_founds_a_view_before_others_had_the_time_to_announce_themselves(meet: Meet) -> None:
+    """Else the first one that searches founds it, and not the one with the newest state."""
+    (fleet,), now_s = meet(1), 100.0
+    directory = fleet.directory
+    directory.me, directory.join_window_s = Candidate(0, 5, View.of(1)), 3.0
+
+    async def sleep(pause_s: float) -> None:
+        nonlocal now_s
+        now_s += pause_s
+
+    clock = mock.MagicMock(time=lambda: now_s)
+    with mock.patch.multiple(asyncio, sleep=sleep, get_running_loop=lambda: clock):
+        assert asyncio.run(directory.find()) == View(1, (0,))
+    assert 3.0 <= now_s - 100.0 < 3.0 + max(directory.pauses_s)
 
 
 def test_nobody_else_votes_for_a_member(meet: Meet) -> None:

@@ -238,7 +238,7 @@ class Machine:
                 views.receive_join(sender, frozenset(connected))
             case Excluded():
                 if message.view >= views.view.id:
-                    views.receive_parting(sender, message.reason)
+                    views.receive_parting(sender, message)
             case Header() | RoundVote() | Change() | Propose() | Accept() | Adopted() | Leaving():
                 self._process_view_message(sender, message, connection)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import NextView, Report, RoundIds, View, byzantine_quorum, names_of, refusal
+from diloco.membership import GREATEST, NextView, Report, RoundIds, View, byzantine_quorum, names_of, refusal
 from diloco.protocol.effects import Outbox, Submitted
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
@@ -40,6 +40,7 @@ class Views:
         # replica -> what it says has followed this view, see `_has_support`
         self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
+        self.replaced = False  # whether the others have stopped this process because another one has its place
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected, self._why_ejected = frozenset[int](), ""  # replicas that are to be members no more
         self._know: set[int] = set()  # the replicas that are known to know of it
@@ -262,13 +263,14 @@ class Views:
             else:
                 self._follow()
 
-    def receive_parting(self, sender: int, reason: str) -> None:
-        """Process a member's report that it continues, or stops, without this replica.
+    def receive_parting(self, sender: int, parting: Excluded) -> None:
+        """Process a member's report that it continues, or stops, without this process.
 
         The report counts once more than f members (`byzantine_quorum`), or all that are connected, have sent one.
         """
         if self._has_support(sender):
-            self.exclude(reason)
+            self.replaced = parting.view == GREATEST
+            self.exclude(parting.reason)
 
     def _has_support(self, sender: int, following: NextView | None = None) -> bool:
         """Record what a member says has followed; None: something without this replica. Return whether it counts."""

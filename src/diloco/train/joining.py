@@ -9,7 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
+from diloco.errors import (
+    CheckpointError,
+    ConfigurationError,
+    EjectedError,
+    RendezvousError,
+    RunFinishedError,
+    TransportError,
+)
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.fleet import Fleet
@@ -82,7 +89,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
             )
         )
     failure = fleet.failure()
-    lost = failure is not None
+    lost, replaced = failure is not None, fleet.directory.transport.views.replaced
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
@@ -91,14 +98,18 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         while True:
             try:
                 if lost:  # otherwise it has just joined a view that waits for more replicas
-                    _rejoin(session, fleet, stop)
-                lost = True  # if too few replicas come, so that the next attempt rejoins
+                    # nobody tells who is replaced that the run has ended: the others know only the new process
+                    _rejoin(session, fleet, stop, session.settings.network.start_timeout_s if replaced else math.inf)
+                lost, replaced = True, False  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():
                     fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
                 break
             except (RunFinishedError, EjectedError):
                 raise
             except TransportError as error:
+                if replaced:
+                    me = fleet.transport.replica
+                    raise RendezvousError(f"Another process has taken the place of replica {me}: {error}") from error
                 emit(Note(step=session.totals.steps, text=f"Rejoining failed and is tried again: {error}"))
             with stop.interrupting():
                 time.sleep(_RETRY_S)
@@ -112,7 +123,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
-def _rejoin(session: Session, fleet: Fleet, stop: StopRequest) -> None:
+def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float) -> None:
     """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
     If all replicas have lost each other, one of them founds another view instead, in which `Fleet.gather` waits.
@@ -124,7 +135,7 @@ def _rejoin(session: Session, fleet: Fleet, stop: StopRequest) -> None:
         # rounds in flight fail, and their work stays in the local parameters
         replica.diloco.drain(take_over=False)
     with stop.interrupting():
-        fleet.rejoin(math.inf)
+        fleet.rejoin(patience_s)
     replica.gradients.transport = fleet.transport
     if replica.diloco is not None:
         replica.diloco.change_transport(fleet.transport)
