@@ -240,6 +240,10 @@ def test_records_come_in_one_order_also_from_a_saved_state_on(data: tuple[str, .
 
 def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> None:
     assert documents_of(f"hf:{files / 'hub'}:train[:10%]", text_field="body") == [text.upper() for text in TEXTS[:25]]
+    assert len(documents_of(f"hf:{files / 'saved'}:train")) == len(list(filter(None, TEXTS)))
+    for split in ("test", "train[:10%]"):  # which the library does not look for in what it has saved
+        with pytest.raises(ConfigurationError, match="holds the split train alone, not"):
+            documents_of(f"hf:{files / 'saved'}:{split}")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,12 @@ def test_the_sinks_that_settings_ask_for(
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # as little to be written as a file of another user
+    with pytest.raises(ConfigurationError, match=r"can't be written: .*metrics\.jsonl"):
+        make_sinks(MonitorSettings(), tmp_path, is_terminal=False)
+
+
 def test_settings_that_cannot_work_are_refused_before_anything_is_written(own: Path) -> None:
     for name, words in (("tensorbord", "did you mean 'tensorboard'"), ("my_sinks:number", "no function or class 'num")):
         with pytest.raises(ConfigurationError, match=words):

@@ -180,6 +180,8 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
     with as_data_error(place, FROM_HUB):
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
+            if split not in ("", saved := str(rows.split or "train")):
+                raise ConfigurationError(f"{folder} holds the split {saved} alone, not {split!r}. Leave out :{split}.")
         else:
             with fetching(path):
                 rows = datasets.load_dataset(

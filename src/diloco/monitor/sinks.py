@@ -278,8 +278,11 @@ def make_sinks(
     """
     kind = settings.console
     offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
-    sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
-    sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
+    try:
+        sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
+        sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
+    except OSError as error:
+        raise ConfigurationError(f"What a sink writes in {folder} can't be written: {error}.") from error
     if kind == "auto" and is_terminal:
         sinks["the progress display"] = LiveConsole()
     elif kind == "json":
