@@ -29,7 +29,7 @@ from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
 from diloco.model import DecoderSettings, Transformer
 
 HERE = Path(__file__).parent
-LENGTH, REPLICAS, HEAD, BLOCK = 128, 4, 32, 256  # L; M; width of a head; values that a codec encodes together
+LENGTH, HEAD, BLOCK = 128, 32, 4096  # L; width of a head; values that a codec encodes together
 SHARES = (0.05, 0.1, 0.25)  # of the parameters at every tenth step after the shared start
 Tensors = dict[str, Tensor]
 
@@ -37,20 +37,21 @@ Tensors = dict[str, Tensor]
 class Stack:
     """The replicas of runs that differ in numbers only, and their optimizer: Muon for the layers' matrices, or AdamW.
 
-    The first dimension of every tensor is that of the copies: ``REPLICAS`` of the first run, then of the second, ...
+    The first dimension of every tensor is that of the copies: the replicas of the first run, then of the second, ...
     Data-parallel runs come first; their replicas, and those of all runs in the shared start, share their gradients.
     """
 
     def __init__(self, runs: list[Run], device: str) -> None:
         self.runs, self.device, self.step, first = runs, device, 0, runs[0]
-        self.model = MODELS[first.model]
+        self.model, self.replicas = MODELS[first.model], first.replicas
         made = [{name: each.detach() for name, each in decoder(run).named_parameters()} for run in runs]
         self.tensors = {name: self.by_copy(torch.stack([each[name] for each in made])) for name in made[0]}
         matrices = [name for name, tensor in self.tensors.items() if tensor.dim() == 3 and ".layers." in name]
         self.hidden = set(matrices if first.optimizer == "Muon" else ())
         self.state: dict[str, Tensors] = {}
         for name, tensor in self.tensors.items():
-            keys = ("momentum",) if name in self.hidden else ("first", "second")
+            muon = ("momentum", *["variance"] * bool(first.noise_gamma))
+            keys = muon if name in self.hidden else ("first", "second")
             self.state[name] = {key: torch.zeros_like(tensor) for key in keys}
             tensor.requires_grad_()
         self.data_parallel = sum(run.algorithm == "data-parallel" for run in runs)
@@ -61,7 +62,7 @@ class Stack:
         self.cosine, self.sine = rotations(device)
 
     def by_copy(self, values: Tensor) -> Tensor:
-        return values.float().repeat_interleave(REPLICAS, 0).to(self.device)
+        return values.float().repeat_interleave(self.replicas, 0).to(self.device)
 
     def column(self, name: str) -> Tensor:
         """Return a number of each run, for each of its copies."""
@@ -75,14 +76,14 @@ class Stack:
         shared = len(self.runs) if self.step < self.runs[0].start else self.data_parallel
         with torch.no_grad():
             for gradient in gradients if shared else ():
-                mine = gradient[: shared * REPLICAS].view(shared, REPLICAS, *gradient.shape[1:])
+                mine = gradient[: shared * self.replicas].view(shared, self.replicas, *gradient.shape[1:])
                 mine.copy_(mine.mean(1, keepdim=True).expand_as(mine))
             norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-            self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)})
+            self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared)
         return each.detach()
 
-    def apply(self, gradients: Tensors) -> None:
+    def apply(self, gradients: Tensors, shared: int) -> None:
         run, rate = self.runs[0], self.rates[self.step]
         self.step += 1
         alike: dict[Any, list[tuple[str, Tensor]]] = {}
@@ -90,8 +91,15 @@ class Stack:
         for name, gradient in gradients.items():
             state, values = self.state[name], self.tensors[name]
             if name in self.hidden:
+                if run.noise_gamma:
+                    last = state["momentum"] * (1 - self.momentum)
+                    state["variance"].lerp_((last - gradient).square_(), 0.05)
                 momentum = state["momentum"].mul_(self.momentum).add_(gradient)
-                alike.setdefault(values.shape, []).append((name, gradient.addcmul_(momentum, self.momentum)))
+                update = gradient.addcmul_(momentum, self.momentum)
+                if run.noise_gamma:
+                    square = (update * (1 - self.momentum)).square_()
+                    update.div_(square.add_(state["variance"], alpha=run.noise_gamma).sqrt_().add_(1e-12))
+                alike.setdefault(values.shape, []).append((name, update))
                 continue
             first, second = state["first"].lerp_(gradient, 1 - one), state["second"]
             second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
@@ -100,17 +108,33 @@ class Stack:
                 values.mul_(1 - like(rate * 0.1, values))
             values.sub_((first / divisor).mul_(like(rate / (1 - one**self.step), values)))
         for shape, pairs in alike.items():
-            updates = torch.cat([update for _, update in pairs])
-            half = updates.bfloat16() if updates.is_cuda else updates
-            results = newton_schulz(half, run.newton_schulz_steps).to(updates.dtype)
+            updates = torch.stack([update for _, update in pairs])  # equal for replicas that share their gradients
+            rest = updates[:, shared * self.replicas :]
+            needed = torch.cat([updates[:, : shared * self.replicas : self.replicas], rest], 1)
+            half = needed.bfloat16() if needed.is_cuda else needed
+            results = newton_schulz(half.flatten(0, 1), run.newton_schulz_steps).to(updates.dtype).view(needed.shape)
+            both = results[:, :shared].repeat_interleave(self.replicas, 1), results[:, shared:]
+            orthogonal = torch.cat(both, 1)
+            if run.row_norms:
+                orthogonal = self.with_equal_rows([name for name, _ in pairs], orthogonal)
             step = rate * self.ratio
-            size = like(step * math.sqrt(max(1.0, shape[1] / shape[2])), results)
-            for (name, _), update in zip(pairs, torch.split(results, shape[0]), strict=True):
+            for (name, _), update in zip(pairs, orthogonal, strict=True):
+                size = like(step * math.sqrt(max(1.0, shape[1] / shape[2])), update)
                 self.tensors[name].mul_(1 - like(step * 0.1, update)).sub_(update.mul_(size))
+
+    def with_equal_rows(self, names: list[str], updates: Tensor) -> Tensor:
+        """Divide each row by the root of its remembered mean square, and keep the norm of each matrix."""
+        results = []
+        for name, update in zip(names, updates, strict=True):
+            rows = self.state[name].setdefault("rows", torch.zeros_like(update[..., :1]))
+            rows.lerp_(update.square().mean(-1, keepdim=True), 0.05)
+            scaled = update / (rows.sqrt() + 1e-8)
+            results.append(scaled * (update.norm(dim=(-2, -1)) / scaled.norm(dim=(-2, -1)))[:, None, None])
+        return torch.stack(results)
 
     def parameters(self) -> Tensors:
         """Return the parameters of the first replica of each run."""
-        return {name: tensor.detach()[::REPLICAS].clone() for name, tensor in self.tensors.items()}
+        return {name: tensor.detach()[:: self.replicas].clone() for name, tensor in self.tensors.items()}
 
 
 def decoder(run: Run) -> Transformer:
@@ -172,14 +196,17 @@ class Outer:
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.runs = stack, stack.runs[stack.data_parallel :]
-        run, number = self.runs[0], stack.model.layers // 2 + 1
+        run, number = self.runs[0], min(self.runs[0].inner_steps, stack.model.layers // 2 + 1)
         self.layouts = partition(decoder(run), num_fragments=number)
         self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
         self.codec = make_codec(run.codec)
         self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
         self.average = make_codec(max(each.average for each in self.runs) or "fp4")
         self.averages = torch.tensor([[float(each.average != "")] for each in self.runs], device=stack.device)
-        self.globals = [flat(self.tensors(p))[::REPLICAS].clone() for p in range(number)]
+        self.globals = [flat(self.tensors(p))[:: stack.replicas].clone() for p in range(number)]
+        self.fast = [values.clone() for values in self.globals]
+        self.averaged = [values.clone() for values in self.globals]
+        self.residuals: dict[int, Tensor] = {}
         self.velocities = [torch.zeros_like(values) for values in self.globals]
         self.flights: dict[int, tuple[Tensor, ...]] = {}
         self.means: dict[int, Tensor] = {}  # of the momenta
@@ -189,7 +216,7 @@ class Outer:
         return torch.tensor([getattr(run, name) for run in self.runs], device=self.stack.device)[:, None]
 
     def mine(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()[self.stack.data_parallel * REPLICAS :]
+        return tensor.detach()[self.stack.data_parallel * self.stack.replicas :]
 
     def tensors(self, p: int) -> list[Tensor]:
         return [self.mine(self.stack.tensors[name]) for name in self.layouts[p].names]
@@ -208,20 +235,36 @@ class Outer:
 
     def send(self, p: int) -> None:
         local = flat(self.tensors(p))
-        self.flights[p] = local, mean(decoded(self.codec, by_replica(self.globals[p]) - local))
+        sent = self.by_replica(self.globals[p]) - local
+        if self.runs[0].error_feedback:
+            sent += self.runs[0].error_feedback * self.residuals.get(p, torch.zeros_like(sent))
+        received = decoded(self.codec, sent)
+        self.residuals[p] = sent - received
+        mean = self.mean(received)
+        if self.runs[0].senders:
+            senders = self.mean((received != 0).float())
+            mean /= senders.masked_fill_(senders == 0, 1.0)
+        if self.runs[0].singular_power != 1:
+            self.raise_singular_values(p, mean)
+        self.flights[p] = local, mean
         self.sent_bytes += self.codec.payload_bytes(local.shape[1])
         if tensors := self.momenta(p):  # changes of the last mean travel
             momenta = flat(tensors)
-            last = self.means.get(p, mean(torch.zeros_like(momenta)))
-            self.means[p] = last + mean(decoded(self.average, momenta - by_replica(last)))
-            self.flights[p] += ((by_replica(self.means[p]) - momenta) * by_replica(self.averages),)
+            last = self.means.get(p, self.mean(torch.zeros_like(momenta)))
+            self.means[p] = last + self.mean(decoded(self.average, momenta - self.by_replica(last)))
+            self.flights[p] += ((self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages),)
             self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
 
     def merge(self, p: int) -> None:
         sent, average, *changes = self.flights.pop(p)
-        velocity = self.velocities[p].mul_(self.mu).add_(average)
-        self.globals[p].sub_((velocity * self.mu).add_(average).mul_(self.rate))
-        for values, part in parts(self.tensors(p), by_replica(self.globals[p]) - sent):
+        if self.runs[0].evaluated_momentum >= 0:
+            fast = self.fast[p].sub_(average * self.rate / (1 - self.mu))
+            self.averaged[p].lerp_(fast, 1 - self.runs[0].evaluated_momentum)
+            self.globals[p].copy_(torch.lerp(fast, self.averaged[p], self.mu))
+        else:
+            velocity = self.velocities[p].mul_(self.mu).add_(average)
+            self.globals[p].sub_((velocity * self.mu).add_(average).mul_(self.rate))
+        for values, part in parts(self.tensors(p), self.by_replica(self.globals[p]) - sent):
             values += part
         for change in changes:
             for values, part in parts(self.momenta(p), change):
@@ -230,19 +273,27 @@ class Outer:
     def parameters(self) -> Tensors:
         """Return the parameters of each run: the global ones, or those of data-parallel training."""
         tensors = self.stack.parameters()
-        for layout, global_values in zip(self.layouts, self.globals, strict=True):
+        evaluated = self.averaged if self.runs[0].evaluated_momentum >= 0 else self.globals
+        for layout, global_values in zip(self.layouts, evaluated, strict=True):
             for values, part in parts([tensors[n][self.stack.data_parallel :] for n in layout.names], global_values):
                 values.copy_(part)
         return tensors
 
+    def by_replica(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.stack.replicas, 0)
 
-def by_replica(values: Tensor) -> Tensor:
-    return values.repeat_interleave(REPLICAS, 0)
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the replicas of each run of ``(C, n)`` values."""
+        return values.view(-1, self.stack.replicas, values.shape[1]).mean(1)
 
-
-def mean(values: Tensor) -> Tensor:
-    """Return the mean over the replicas of each run of ``(C, n)`` values."""
-    return values.view(-1, REPLICAS, values.shape[1]).mean(1)
+    def raise_singular_values(self, p: int, mean: Tensor) -> None:
+        tensors = [tensor[:: self.stack.replicas] for tensor in self.tensors(p)]
+        for name, (_, values) in zip(self.layouts[p].names, parts(tensors, mean), strict=True):
+            if ".layers." in name and values.dim() == 3:
+                left, singular, right = torch.linalg.svd(values, full_matrices=False)
+                powers = singular.pow(self.runs[0].singular_power)
+                powers *= singular.norm(dim=1, keepdim=True) / powers.norm(dim=1, keepdim=True)
+                values.copy_(left * powers[:, None] @ right)
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -263,13 +314,14 @@ def decoded(codec: Codec, values: Tensor) -> Tensor:
 
 def batches(corpus: Corpus, runs: list[Run], device: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tokens and targets of all replicas of all runs, each ``(C, batch, sequence)``."""
-    size = runs[0].sequences // REPLICAS
+    replicas = runs[0].replicas
+    size = runs[0].sequences // replicas
     seeds = sorted({run.seed for run in runs})
-    order = [seeds.index(run.seed) * REPLICAS + m for run in runs for m in range(REPLICAS)]
+    order = [seeds.index(run.seed) * replicas + m for run in runs for m in range(replicas)]
     samplers = [
-        corpus.batches(sequence_length=LENGTH, batch_size=size, seed=seed, replica=m, num_replicas=REPLICAS)
+        corpus.batches(sequence_length=LENGTH, batch_size=size, seed=seed, replica=m, num_replicas=replicas)
         for seed in seeds
-        for m in range(REPLICAS)
+        for m in range(replicas)
     ]
     while True:
         drawn = [sampler.next_batch() for sampler in samplers]
@@ -308,7 +360,7 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, An
             history.append(outer.parameters() if outer is not None else stack.parameters())
     counts = [1, *(max(1, round(share * steps / 10)) for share in SHARES)]
     results = [heldout(stack, history[-count:], corpus) for count in counts]
-    training = torch.stack(recent).mean(0).view(-1, REPLICAS).mean(1).tolist()
+    training = torch.stack(recent).mean(0).view(-1, run.replicas).mean(1).tolist()
     for number, each in enumerate(runs):
         row = {**each.changes(), "heldout_loss": results[0][number], "means": [loss[number] for loss in results[1:]]}
         row["training_loss"] = training[number]
@@ -380,7 +432,8 @@ def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
 
 
 RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
-OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps"}
+OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "inner_steps", "replicas", "codec"}
+OUTER |= {"error_feedback", "senders", "singular_power", "evaluated_momentum"}  # of no use to data-parallel runs
 NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
 NUMBERS |= {"outer_learning_rate", "outer_momentum"}
 

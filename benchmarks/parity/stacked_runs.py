@@ -8,6 +8,7 @@ from diloco.model import DecoderSettings
 
 MODELS = {
     "0.13M": DecoderSettings(vocab_size=257, layers=2, width=64, heads=2, ffn_width=176),
+    "0.3M": DecoderSettings(vocab_size=257, layers=2, width=96, heads=3, ffn_width=304),
     "0.87M": DecoderSettings(vocab_size=257, ffn_width=352),
     "6M": DecoderSettings(vocab_size=257, layers=8, width=256, heads=8, ffn_width=704),
 }
@@ -23,6 +24,7 @@ class Run:
     steps: int = 1300
     start: int = 130  # the steps of the shared start
     sequences: int = 16  # of 128 bytes in a step, for all replicas
+    replicas: int = 4  # M
     bfloat16: bool = False  # products in bfloat16
     optimizer: str = "Muon"
     learning_rate: float = 8e-3
@@ -31,11 +33,17 @@ class Run:
     momentum: float = 0.85
     betas: tuple[float, float] = (0.97, 0.99)
     newton_schulz_steps: int = 5
+    noise_gamma: float = 0.0  # 2601.14603: Muon's update is divided by sqrt(update^2 + gamma * variance of gradients)
+    row_norms: bool = False  # 2510.05491: after orthogonalisation, rows are divided by their remembered norms
     inner_steps: int = 10
     overlap_steps: int = 1
     codec: str = "fp4"
+    error_feedback: float = 0.0  # the part of what the codec dropped that is sent later
+    senders: bool = False  # a value is averaged over the replicas that sent it
     outer_learning_rate: float = 0.8
     outer_momentum: float = 0.6
+    singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
+    evaluated_momentum: float = -1.0  # 2512.17131: of the average that is evaluated, if it is not the outer momentum
     average: str = ""  # the codec of the averaged momenta's changes; "": they are not averaged
 
     def changes(self) -> dict[str, Any]:
@@ -69,9 +77,26 @@ def rate(learning_rate: float) -> Settings:
     return {"learning_rate": learning_rate}
 
 
+TOPK2: Settings = {"codec": "topk2", "error_feedback": 0.95, "senders": True}
+SPARSE = TOPK2 | outer(1.0, 0.0)
+SUM = outer(2.0, 0.0)
+FLATTER = {"singular_power": 0.5}
+EIGHT: Settings = ADAMW | rate(3e-3) | {"replicas": 8}
+BATCHES = {8: (5.6e-3, 8e-3), 32: (1.13e-2, 1.6e-2)}  # sequences in a step: rates
+
+
+def batch(sequences: int) -> Settings:
+    """Return the settings of runs on as many tokens with another number of sequences in a step."""
+    return {"sequences": sequences, "steps": 20_800 // sequences, "start": 2_080 // sequences}
+
+
 GROUPS = {
     "averaged momentum": each(*WAYS),
-    "quick start": each(*(QUICK_START | way | rate(r) for r in RATES[:3] for way in WAYS)),
+    "quick start": each(*(QUICK_START | way | rate(r) for r in RATES[1:4] for way in WAYS[:2])),
+    "quick start, AdamW": each(
+        *(ADAMW | QUICK_START | way | rate(r) for r in (1.4e-3, 2.8e-3) for way in (DATA_PARALLEL, outer(0.4, 0.9))),
+        seeds=(0,),
+    ),
     "rates": each(*(way | rate(r) for r in RATES for way in WAYS)),
     "gains": each(
         *(way | rate(r) | outer(lr, 0.6) for r in RATES[:3] for lr in (0.6, 1.0) for way in ({}, AVERAGED)),
@@ -87,6 +112,33 @@ GROUPS = {
     ),
     "size": each(*(SIZE | way | rate(r) for r in (4e-3, 8e-3) for way in WAYS), seeds=(0, 1)),
     "no overlap": each(*(way | {"overlap_steps": 0} for way in ({}, AVERAGED))),
-    "iterations": each(*(way | {"newton_schulz_steps": n} for n in (3, 4) for way in WAYS)),
+    "batches": each(
+        *(batch(number) | way | rate(r) for number, rates in BATCHES.items() for r in rates for way in WAYS[:2]),
+        seeds=(0,),
+    ),
+    "windows": each(
+        *({"inner_steps": 5} | way for way in ({}, *(rate(r) | outer(0.6, 0.6) for r in (1.13e-2, 1.6e-2)))),
+        *({"inner_steps": 2, "overlap_steps": 0} | way for way in (SUM, rate(1.13e-2) | outer(1.4, 0.0), TOPK2 | SUM)),
+        {"inner_steps": 1, "overlap_steps": 0} | SUM,
+        seeds=(0,),
+    ),
+    "iterations": each(*(way | {"newton_schulz_steps": 3} for way in WAYS[:2])),
+    "noise": each(
+        *(way | each for each in ({"noise_gamma": 1.0}, {"noise_gamma": 8.0}, {"row_norms": True}) for way in WAYS[:2]),
+        seeds=(0,),
+    ),
+    "singular values": each(*(ADAMW | rate(3e-3) | outer(0.7, 0.8) | {"singular_power": p} for p in (0.0, 0.5, 1.0))),
+    "singular values, other steps": each(
+        *(ADAMW | rate(3e-3) | outer(*step) | FLATTER for step in ((2.0, 0.0), (3.0, 0.0), (0.7, 0.6), (1.0, 0.6))),
+        ADAMW | rate(3e-3) | outer(2.0, 0.0),
+        ADAMW | rate(4e-3) | outer(0.7, 0.8) | FLATTER,
+        seeds=(0,),
+    ),
+    "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
+    "half a bit": each(
+        *(EIGHT | {"inner_steps": h} | way for h in (5, 15) for way in (outer(0.7, 0.8), outer(1.0, 0.0), SPARSE)),
+        seeds=(0,),
+    ),
+    "half a bit, seeds": each(EIGHT | {"inner_steps": 5} | outer(0.7, 0.8), EIGHT | {"inner_steps": 5} | SPARSE),
     "constant rate": each(*(way | {"final_ratio": 1.0} for way in WAYS)),
 }
