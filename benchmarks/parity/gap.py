@@ -14,6 +14,8 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from benchmarks.parity.stacked import settings as without_results
+
 HERE = Path(__file__).parent
 LAW = {0: (18.129, -0.0953), 2: (18.768, -0.0969), 4: (19.762, -0.0992)}  # M; 0: data-parallel; loss = A N^alpha
 FITTED = 35e6, 2.4e9  # parameters
@@ -27,7 +29,6 @@ MULOCO = {  # 2505.23725: parameters, losses of data-parallel and of 16 replicas
 }
 STEPS = {2910: 298_656, 8500: 869_760, 2125: 869_760}  # of runs in studies.jsonl: the parameters of their models
 PLAIN = {"algorithm", "seed", "optimizer", "betas", "learning_rate", "outer_learning_rate", "outer_momentum"}
-RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
 Key = tuple[int, str, bool]  # parameters, optimizer, whether data-parallel
 
 
@@ -35,7 +36,7 @@ def runs() -> Iterator[tuple[Key, str, int, float]]:
     """Yield the key, the other settings, the seed and the held-out loss of runs with 20 tokens per parameter."""
     for name in ("stacked.jsonl", "stacked_cuda.jsonl"):
         for row in read(name):
-            settings = {key: value for key, value in row.items() if key not in RESULTS}
+            settings = without_results(row)
             if settings.keys() <= PLAIN:
                 data_parallel = settings.pop("algorithm", "") == "data-parallel"
                 seed, optimizer = settings.pop("seed", 0), settings.get("optimizer", "Muon")

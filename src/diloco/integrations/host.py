@@ -265,10 +265,8 @@ class HostedReplica:
         if folder is not None and saved_states(folder):
             load_state(folder, self.begun, check_model=check_model, inner=self.inner)
             if (step := self._loaded.get("steps", self.begun.steps)) != self.begun.steps:
-                raise CheckpointError(
-                    f"{folder} holds states of step {self.begun.steps}, but the checkpoint beside it is of step "
-                    f"{step}: saving them was interrupted. Resume from another checkpoint."
-                )
+                words = f"states of step {self.begun.steps}, but the checkpoint beside it is of step {step}: saving"
+                raise CheckpointError(f"{folder} holds {words} was interrupted. Resume from another checkpoint.")
         elif "diloco" in self._loaded:
             restore(self.begun, self._loaded)
         else:
@@ -278,10 +276,7 @@ class HostedReplica:
             )
 
     def beside(self, checkpoint: Any) -> Path | None:
-        """Return the folder for what the ranks of one job save beside a checkpoint file, or the one it links to.
-
-        None: the framework saves the whole state.
-        """
+        """Return the folder for what the ranks of one job save beside a checkpoint file; None: the framework does."""
         if not of_one_job(self.begun):
             return None
         if "://" in str(checkpoint):
