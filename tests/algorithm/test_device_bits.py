@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from diloco.algorithm import (
     AverageRule,
+    FragmentLayout,
     Nesterov,
     OuterOptimizer,
     SendersMean,
@@ -19,6 +20,7 @@ from diloco.algorithm import (
     ValueSchedule,
     divisor,
     encode_mean,
+    isotropic,
     weighted_mean,
 )
 from diloco.testing import spread_values
@@ -29,8 +31,17 @@ SAME_ON_ALL = re.compile(
     "amax|aminmax|maximum|clamp|where|gather|scatter|masked_fill|cat|stack|topk|eq|ne|lt|le|gt|ge|isfinite|all|nonzero|"
     "_local_scalar_dense|constant_pad_nd|equal|"  # exact
     "new_full|full_like|zeros_like|empty_like|clone|detach|alias|view|slice|select|split_with_sizes|split|unbind|"
-    "unsqueeze|expand|lift_fresh|_unsafe_view"  # memory
+    "unsqueeze|expand|transpose|t|lift_fresh|_unsafe_view"  # memory
 )
+
+
+def check_exact(left: Tensor, right: Tensor) -> None:
+    """Raise unless float64 holds every partial sum of a matrix product's elements, in any order."""
+    with _disable_current_modes():
+        for factor in (left, right):
+            assert factor.dtype == torch.float64
+            assert torch.equal(factor * 2.0**25, (factor * 2.0**25).round()), "a factor is between multiples of 2^-25"
+        assert (left.abs() @ right.abs()).max() < 2.0**3, "a sum has more than 53 bits"
 
 
 class Watched(TorchDispatchMode):
@@ -43,7 +54,9 @@ class Watched(TorchDispatchMode):
         name = func.overloadpacket.__name__.removesuffix("_")
         floats = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
         half = [each for each in floats if each.dtype != torch.float64]
-        if floats and not SAME_ON_ALL.fullmatch(name):
+        if name == "mm":
+            check_exact(*floats)
+        elif floats and not SAME_ON_ALL.fullmatch(name):
             doubled = name == "sqrt" and not half  # correctly rounded in float64 by all
             if not doubled and not (name == "pow" and args[1] == 2):  # x * x
                 raise AssertionError(f"{func} is rounded in its own way by each device or library")
@@ -83,6 +96,16 @@ def test_outer_steps(outer: OuterOptimizer) -> None:
         state = outer.init(values)
         for mean in means:
             outer.update(mean, state, values)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3, 400), (400, 3), (1, 7)])
+def test_isotropic_means(shape: tuple[int, int]) -> None:
+    """Matrices of rank one, whose only singular value is the norm, have the largest values."""
+    layout = FragmentLayout(0, ("random", "flat", "bias"), (shape, shape, (3,)))
+    random = spread_values(layout.sizes[0]).clamp_(-1e20, 1e20)
+    mean = torch.cat([random, torch.full_like(random, -3.0), torch.ones(3)])
+    with Watched():
+        isotropic(mean, layout, {"random", "flat"})
 
 
 @pytest.mark.parametrize("number", [3, 5, 6, 7, 0.19, 1e-18, 3e18])

@@ -39,6 +39,7 @@ DIFFERENT = [
     ({"width": 3}, r"fragment 0 = 0.weight \(2, 2\).* fragment 0 = 0.weight \(3, 2\)"),
     ({"outer_optimizer": Nesterov(learning_rate=0.5)}, r".*learning_rate=0\.7.*learning_rate=0\.5"),
     ({"merge": AlphaMerge(0.25)}, r"merge = AlphaMerge\(alpha=0\.0\).*merge = AlphaMerge\(alpha=0\.25\)"),
+    ({"isotropic": True}, r"isotropic = False .* isotropic = True"),
     ({"max_norm": 1.0}, r"max norm = None .* max norm = 1\.0"),
     ({"error_feedback": True}, r"error feedback = False .*error feedback = True"),
 ]

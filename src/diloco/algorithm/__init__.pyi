@@ -26,7 +26,9 @@ from .exchange import data_parallel_bytes as data_parallel_bytes
 from .exchange import encode_mean as encode_mean
 from .exchange import mean_codecs as mean_codecs
 from .exchange import plan_exchange as plan_exchange
+from .isotropic import isotropic as isotropic
 from .muon import Muon as Muon
+from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .muon import newton_schulz as newton_schulz
 from .optim import AlphaMerge as AlphaMerge

@@ -19,7 +19,7 @@ from diloco.algorithm.partition import trainable_parameters
 from diloco.algorithm.tensors import local_shard
 from diloco.errors import ConfigurationError
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_SIDE = 64  # for smaller matrices bfloat16 costs more than it gains
 _BATCH_VALUES = 1 << 24  # the most values that a rank orthogonalises together, which bounds the scratch memory
 
@@ -158,10 +158,7 @@ def muon(
 ) -> Muon:
     """Return a `Muon` that orthogonalises the hidden matrices of ``model`` and trains the rest with AdamW.
 
-    Hidden matrices are all trainable matrices except embeddings and output heads. A head is a linear layer whose weight
-    has the shape of an embedding, (entries, width). If more linear layers than embeddings have that shape, none of them
-    counts as a head: in a model with as many learned positions as channels, the hidden matrices have it. Norms, biases
-    and other vectors have no weight decay.
+    Norms, biases and other vectors have no weight decay. For hidden matrices see `hidden_matrices`.
 
     Args:
         model: Any module.
@@ -179,7 +176,7 @@ def muon(
     >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
     """
-    hidden = _hidden_matrices(model)
+    hidden = list(hidden_matrices(model).values())
     if not hidden:
         raise ConfigurationError(
             "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
@@ -198,14 +195,20 @@ def muon(
     return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, ranks=ranks, **arguments)
 
 
-def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of all trainable matrices except embeddings and output heads.
+
+    A head is a linear layer whose weight has the shape of an embedding, (entries, width). If more linear layers than
+    embeddings have that shape, none of them counts as a head: in a model with as many learned positions as channels,
+    the hidden matrices have it.
+    """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for weight in tables}
     for shape in {weight.shape for weight in tables}:
         heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == shape]
         if len(heads) <= sum(weight.shape == shape for weight in tables):
             apart |= {id(weight) for weight in heads}
-    return [p for p in trainable_parameters(model).values() if p.dim() == 2 and id(p) not in apart]
+    return {name: p for name, p in trainable_parameters(model).items() if p.dim() == 2 and id(p) not in apart}
 
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -228,7 +231,7 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     >>> bool((torch.linalg.svdvals(made) - 1).abs().max() < 0.35)
     True
     """
-    a, b, c = _COEFFICIENTS
+    a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     working = matrices.mT if tall else matrices
     working = working / working.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)

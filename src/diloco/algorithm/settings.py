@@ -146,7 +146,8 @@ class SyncSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
     all of theirs. int8, fp4: block_size (256). nesterov, sgd: schedule of the outer learning rate (constant, linear or
-    cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. average: max_norm, to which the norm of a
+    cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. outer: isotropic (false), whether the mean of
+    each hidden matrix gets equal singular values (for AdamW inside). average: max_norm, to which the norm of a
     contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
@@ -159,6 +160,12 @@ class SyncSettings:
         """The norm to which contributions are clipped; None: they are not."""
         bound: float | None = self.arguments_of("average").get("max_norm")
         return bound
+
+    @property
+    def isotropic(self) -> bool:
+        """Whether the outer optimizer gets isotropic means."""
+        chosen: bool = self.arguments_of("outer").get("isotropic", False)
+        return chosen
 
     @property
     def mean_codec(self) -> str:

@@ -81,6 +81,8 @@ class DiLoCo:
         weight: The weight of this replica in the mean, which is multiplied by the fraction of the window that it has
             trained. Set it if replicas have different batch sizes.
         max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
+        isotropic: Whether to give the mean of each hidden matrix about equal singular values before the outer step (see
+            `isotropic`, IsoLoCo). For an inner AdamW; Muon's updates are so by themselves.
         average: The rule that averages contributions, such as `SendersMean`. None: the weighted mean.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
@@ -122,6 +124,7 @@ class DiLoCo:
         weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=GREATEST_WEIGHT)] = 1.0,
         max_norm: Annotated[Shared[float | None], Meta(gt=0)] = None,
         average: Shared[AverageRule | None] = None,
+        isotropic: Shared[bool] = False,
         mean_codec: Shared[Codec | str] = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,

@@ -13,6 +13,7 @@ ranks of a replica shard its parameters, each rank holds this for its own shards
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,7 +32,9 @@ from diloco.algorithm import (
     contribution_weight,
     encode_with_feedback,
     flatten,
+    hidden_matrices,
     in_pieces,
+    isotropic,
     largest_magnitude,
     local_shard,
     reshard,
@@ -106,8 +109,12 @@ class Fragment:
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
         other = arguments["global_state_of"]
+        names = hidden_matrices(self._model) if arguments["isotropic"] else ()
+        direction = functools.partial(isotropic, layout=layout, names=names)
         self.state: GlobalState = (
-            other.fragments[self.index].state if other else GlobalState(self.local(), arguments["outer_optimizer"])
+            other.fragments[self.index].state
+            if other
+            else GlobalState(self.local(), arguments["outer_optimizer"], direction)
         )
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work

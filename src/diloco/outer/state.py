@@ -33,6 +33,9 @@ while a state of 0.25 MiB takes 14 us where it is sent."""
 
 Measures = Mapping[str, Any]  # of an outer step by name; see `measured_outer_step`
 
+Direction = Callable[[Tensor], Tensor]
+"""Returns what the outer optimizer gets for a mean pseudo-gradient, ``(numel,)`` float32, which it leaves unchanged."""
+
 Greatest = Callable[[Sequence[float]], list[float]]
 """Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
 
@@ -57,13 +60,13 @@ class GlobalState:
     Any thread can copy it (`snapshot`) while the training thread changes it.
     """
 
-    def __init__(self, values: Tensor, optimizer: OuterOptimizer) -> None:
+    def __init__(self, values: Tensor, optimizer: OuterOptimizer, direction: Direction) -> None:
         self.values = values  # ``(numel,)`` float32, theta
         self.outer = optimizer.init(values)
         self.finished_rounds = 0  # committed or void
         self.version = 0  # differs after every change
         self.users = 0  # replicas of this process that use it
-        self._optimizer = optimizer
+        self._optimizer, self._direction = optimizer, direction
         self._lock = threading.Lock()
         self.reader: Future[Any] | None = None  # of a thread that still reads the values
         self._prepared: Future[_Prepared] | None = None  # the next outer step
@@ -118,7 +121,7 @@ class GlobalState:
     def prepare(self, average: Average) -> None:
         """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies.
 
-        On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
+        On a GPU, where the step takes no time, the thread only moves the mean there, through pinned memory.
         """
         if average.donor is not None:  # the average applies to another state
             return
@@ -141,18 +144,18 @@ class GlobalState:
 
     def _move(self, mean: Tensor) -> tuple[Tensor, Tensor]:
         with beside_training(self.values.device):
-            moved = to_device(mean, self.values.device)
+            moved = self._direction(to_device(mean, self.values.device))
             torch.cuda.current_stream(moved.device).synchronize()
         return mean, moved
 
     def _mean(self, mean: Tensor) -> Tensor:
-        """Return a mean on the device of the values."""
+        """Return what the outer optimizer gets for a mean, on the device of the values."""
         if self._moved is not None:
             (source, moved), self._moved = self._moved.result(), None
             if source is mean:
                 moved.record_stream(torch.cuda.current_stream(moved.device))  # its memory is of another stream
                 return moved
-        return mean.to(self.values.device)
+        return self._direction(mean.to(self.values.device))
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""
@@ -204,7 +207,7 @@ class GlobalState:
                 values.copy_(theirs[name])
             self.outer.step = outer_step
             for average in averages:
-                self._optimizer.update(average.values.to(self.values.device), self.outer, self.values)
+                self._optimizer.update(self._mean(average.values), self.outer, self.values)
             self.finished_rounds = finished_rounds
             self._last = (-1, {}, None)
 

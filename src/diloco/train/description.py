@@ -42,7 +42,7 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
     """
     codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
     average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
-    outer = dict(sync.arguments_of("outer"))
+    outer = {name: value for name, value in sync.arguments_of("outer").items() if name != "isotropic"}
     rate = 0.7 if sync.outer_learning_rate is None else sync.outer_learning_rate
     learning_rate: ScalarSchedule = rate
     momentum: ScalarSchedule = sync.outer_momentum
@@ -63,6 +63,7 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
         "merge": MERGE_RULES.make(sync.merge or "alpha", sync.arguments_of("merge"), alpha=sync.merge_alpha or 0.0),
         "average": AVERAGES.make(sync.average, average),
         "max_norm": sync.max_norm,
+        "isotropic": sync.isotropic,
     }
 
 

@@ -1,0 +1,95 @@
+"""Isotropic means against a singular value decomposition, and a problem that they learn faster."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco import DiLoCo, InProcessTransport, Nesterov, SyncSchedule
+from diloco.algorithm import FragmentLayout, digest_tensors, isotropic
+from diloco.errors import ConfigurationError
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (6, 6), (5, 40), (40, 5)]
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_one(matrix: Tensor) -> Tensor:
+    layout = FragmentLayout(0, ("matrix",), (tuple(matrix.shape),))
+    return isotropic(matrix.flatten(), layout, {"matrix"}).view_as(matrix)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_singular_vectors_and_the_norm_stay_and_the_values_become_alike(shape: tuple[int, int]) -> None:
+    matrix = random(shape)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    rotated = left.mT @ of_one(matrix).double() @ right.mT  # diagonal, as the singular vectors are the same
+    made = rotated.diagonal()
+    assert float(made.norm()) == pytest.approx(float(values.norm()), rel=1e-6)
+    assert float((rotated - torch.diag(made)).norm()) < 1e-5 * float(made.norm())
+    assert made.min() > 0.5 * made.max(), "values above a five-hundredth of the norm differ by less than a factor of 2"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("exponent", [-100, -1, 90])
+def test_means_of_any_size_are_scaled_alike(shape: tuple[int, int], exponent: int) -> None:
+    """The results differ by a power of two, in every bit."""
+    matrix, factor = random(shape), 2.0**exponent
+    assert torch.equal(of_one(matrix * factor), of_one(matrix) * factor)
+
+
+def test_the_bits_are_those_of_every_processor() -> None:
+    """The digest was taken with AVX2 and without vector instructions."""
+    whole = torch.arange(-450.0, 450.0).mul_(7.0).remainder_(901.0)
+    made = {"square": of_one(whole.view(30, 30)), "tall": of_one(whole[:200].view(40, 5))}
+    assert digest_tensors(made) == "5bf39dd4e952cde96647a607a575d50e"
+
+
+def test_directions_without_any_work_get_none() -> None:
+    assert not of_one(torch.zeros(3, 4)).any()
+    column, row = random((30, 1)), random((1, 20), seed=1)
+    assert (of_one(column @ row) - column @ row).norm() < 1e-3 * (column @ row).norm()
+
+
+def test_other_tensors_and_the_mean_stay() -> None:
+    layout = FragmentLayout(0, ("table", "matrix", "bias"), ((5, 2), (4, 3), (4,)))
+    mean = random((layout.numel,))
+    before = mean.clone()
+    made = isotropic(mean, layout, {"matrix", "of another fragment"})
+    assert torch.equal(mean, before)
+    changed = [name for name, part in layout.named(made).items() if not torch.equal(part, layout.named(mean)[name])]
+    assert changed == ["matrix"]
+    assert isotropic(mean, layout, {"of another fragment"}) is mean
+
+
+def left_to_learn(*, isotropic: bool) -> float:
+    """Train two replicas towards a matrix, each column of which has a fraction of the gradient of the last one."""
+    target, fractions = random((6, 6)), torch.logspace(0, -3, 6)
+    transport, replicas = InProcessTransport(2), []
+    for number in range(2):
+        model = nn.Linear(6, 6, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=0.4)
+        more = {"schedule": SyncSchedule(inner_steps=4), "outer_optimizer": Nesterov(momentum=0.6)}
+        diloco = DiLoCo(model, inner, transport=transport.endpoint(number), isotropic=isotropic, **more)
+        replicas.append((model, inner, diloco))
+    for _ in range(12 * 4):
+        for model, inner, diloco in replicas:
+            model.weight.grad = (model.weight.detach() - target) * fractions
+            inner.step()
+            diloco.begin()
+        for *_, diloco in replicas:
+            diloco.finish()
+    return float((replicas[0][0].weight.detach() - target).norm() / target.norm())
+
+
+def test_directions_with_small_gradients_are_learnt_sooner() -> None:
+    assert left_to_learn(isotropic=True) < 0.5 * left_to_learn(isotropic=False)
+
+
+def test_models_without_hidden_matrices_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7, bias=False))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"isotropic=True needs hidden matrices.*Omit it"):
+        DiLoCo(model, inner, isotropic=True)
