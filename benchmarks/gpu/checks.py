@@ -4,6 +4,7 @@ import importlib.util
 import math
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from diloco import DiLoCo, SyncSchedule, connect_process_group, connect_tcp
 from diloco.algorithm import (
     CODECS,
     Contribution,
+    FragmentLayout,
     Nesterov,
     RoundId,
     SendersMean,
@@ -31,6 +33,7 @@ from diloco.algorithm import (
     digest_tensors,
     encode_mean,
     flatten,
+    isotropic,
     make_codec,
     plan_round,
     weighted_mean,
@@ -312,6 +315,23 @@ def outer_steps(sizes: Sizes, device: torch.device) -> str:
     return "eight of SGD and Nesterov: the CPU's bits"
 
 
+def isotropic_means(sizes: Sizes, device: torch.device) -> str:
+    for rows, columns in ((256, 256), (96, 1000), (1000, 96)):
+        layout = FragmentLayout(0, ("matrix",), ((rows, columns),))
+        mean = _drawn(rows * columns, 0)
+        found = [digest_tensors({"": isotropic(mean.to(place), layout, {"matrix"})}) for place in (CPU, device)]
+        assert found[0] == found[1], f"a mean of {rows} x {columns} has other bits"
+    width = 2048
+    layout, mean = FragmentLayout(0, ("matrix",), ((width, width),)), _drawn(width * width, 0).to(device)
+    times_s = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        isotropic(mean, layout, {"matrix"})
+        settle(device)
+        times_s.append(time.perf_counter() - started_s)
+    return f"the CPU's bits; a matrix of {width} x {width} takes {1e3 * min(times_s):.0f} ms"
+
+
 def _drawn(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator) * torch.rand(count, generator=generator).pow(8)
@@ -559,6 +579,7 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "codecs give the CPU's bits": codecs,
     "means give the CPU's bits": means,
     "outer steps give the CPU's bits": outer_steps,
+    "isotropic means have the CPU's bits": isotropic_means,
     "copies from another GPU arrive": other_gpu,
     "digests": digests,
     "digests in a thread": background_digest,

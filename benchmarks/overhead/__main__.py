@@ -3,6 +3,8 @@
 Time: the bare loop and the loop with ``diloco.step()`` alternate step by step on the quick start's model and batch, so
 that other work on the machine affects both. Medians are compared. The call itself is also timed separately.
 Memory: the storages of all live tensors before and after, with all fragments in flight and at rest.
+Isotropic means (``--isotropic WIDTH``, which measures nothing else): the processor time of a matrix of that width,
+which a round takes once, beside Muon's iteration, which a step takes once.
 Prometheus (``--prometheus``, which measures nothing else): the time of an event in the training thread, and the
 processor time of a scrape, of a run of several replicas with all the rounds that are kept.
 """
@@ -20,7 +22,8 @@ from typing import Any
 
 import torch
 
-from diloco import DiLoCo, RebaseMerge, SyncSchedule, events
+from diloco import DiLoCo, FragmentLayout, RebaseMerge, SyncSchedule, events
+from diloco.algorithm import isotropic, newton_schulz
 from diloco.model import Transformer, build_model, get_preset
 from diloco.watch import PrometheusSink
 
@@ -30,16 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=200, help="steps of each loop")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--isotropic", type=int, default=0, metavar="WIDTH", help="measure only isotropic means")
     parser.add_argument("--prometheus", action="store_true", help="measure only what metrics and scrapes cost")
     given = parser.parse_args(arguments)
     if given.prometheus:
         print_metrics()
+        return
+    if given.isotropic:
+        print_isotropic(given.isotropic)
         return
     model = make(given.preset, given.device)
     batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).to(given.device)
     print(f"{given.preset}, {model.num_parameters():,} parameters, {given.device}, {torch.get_num_threads()} threads\n")
     print_overhead(model, batch, given.steps)
     print_memory(given.preset, given.device, batch)
+
+
+def print_isotropic(width: int) -> None:
+    layout = FragmentLayout(0, ("matrix",), ((width, width),))
+    mean = torch.randn(width * width, generator=torch.Generator().manual_seed(0))
+    calls = {
+        "isotropic mean, float64": lambda: isotropic(mean, layout, {"matrix"}),
+        "Muon's iteration, float32": lambda: newton_schulz(mean.view(1, width, width)),
+    }
+    print(f"| {width} x {width} | processor time, median of 5 |\n|---|---|")
+    for name, call in calls.items():
+        times_s = []
+        for _ in range(5):
+            started_s = time.process_time()
+            call()
+            times_s.append(time.process_time() - started_s)
+        print(f"| {name} | {statistics.median(times_s):.3f} s |")
 
 
 def print_metrics(replicas: int = 4, fragments: int = 3, outer_steps: int = 64, scrapes: int = 200) -> None:

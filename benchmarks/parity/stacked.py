@@ -244,8 +244,8 @@ class Outer:
         if self.runs[0].senders:
             senders = self.mean((received != 0).float())
             mean /= senders.masked_fill_(senders == 0, 1.0)
-        if self.runs[0].singular_power != 1:
-            self.raise_singular_values(p, mean)
+        if self.runs[0].isotropic or self.runs[0].singular_power != 1:
+            self.change_singular_values(p, mean)
         self.flights[p] = local, mean
         self.sent_bytes += self.codec.payload_bytes(local.shape[1])
         if tensors := self.momenta(p):  # changes of the last mean travel
@@ -286,14 +286,17 @@ class Outer:
         """Return the mean over the replicas of each run of ``(C, n)`` values."""
         return values.view(-1, self.stack.replicas, values.shape[1]).mean(1)
 
-    def raise_singular_values(self, p: int, mean: Tensor) -> None:
+    def change_singular_values(self, p: int, mean: Tensor) -> None:
         tensors = [tensor[:: self.stack.replicas] for tensor in self.tensors(p)]
         for name, (_, values) in zip(self.layouts[p].names, parts(tensors, mean), strict=True):
             if ".layers." in name and values.dim() == 3:
-                left, singular, right = torch.linalg.svd(values, full_matrices=False)
-                powers = singular.pow(self.runs[0].singular_power)
-                powers *= singular.norm(dim=1, keepdim=True) / powers.norm(dim=1, keepdim=True)
-                values.copy_(left * powers[:, None] @ right)
+                if self.runs[0].isotropic:
+                    changed = newton_schulz(values)
+                else:
+                    left, singular, right = torch.linalg.svd(values, full_matrices=False)
+                    changed = left * singular.pow(self.runs[0].singular_power)[:, None] @ right
+                norms, others = (each.norm(dim=(1, 2), keepdim=True) for each in (values, changed))
+                values.copy_(changed * (norms / others))
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

@@ -43,6 +43,7 @@ class Run:
     outer_learning_rate: float = 0.8
     outer_momentum: float = 0.6
     singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
+    isotropic: bool = False  # the mean of a matrix gets about equal singular values, as in `diloco.algorithm.isotropic`
     evaluated_momentum: float = -1.0  # 2512.17131: of the average that is evaluated, if it is not the outer momentum
     average: str = ""  # the codec of the averaged momenta's changes; "": they are not averaged
 

@@ -85,6 +85,7 @@ class Case:
 
 STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}
 FEEDBACK: Settings = {**STREAMING, "sync.error_feedback": 1.0}
+ISOTROPIC: Settings = {"sync.arguments.outer.isotropic": True}
 BUFFERS: Settings = {"model.source": NORMED, "sync.num_fragments": 2}
 TCP: Settings = {"network.transport": "tcp"}
 TORCH: Settings = {"network.transport": "torch"}
@@ -122,6 +123,7 @@ CASES = (
     small("merge alpha 0.5", STREAMING, merge_alpha=0.5, stop_after=IN_FLIGHT),
     small("outer sgd, cosine", STREAMING, {"sync.arguments.outer.schedule": "cosine"}, outer="sgd"),
     small("outer momentum warm-up", STREAMING, {"sync.arguments.outer.momentum_warmup": 3}),
+    small("isotropic means", STREAMING, ISOTROPIC, stop_after=IN_FLIGHT),
     small("clipped", STREAMING, {"sync.arguments.average.max_norm": 0.01, "network.replicas": 3}),
     small("buffers", BUFFERS, overlap_steps=2, stop_after=IN_FLIGHT),
     small("buffers, data-parallel", {"model.source": NORMED, "algorithm": "data-parallel"}),
@@ -162,6 +164,7 @@ def over(name: str, *parts: Settings, on: Iterable[str] = TRANSPORTS, **more: An
 OF_TRANSPORTS = (
     *(over(codec, codec=codec) for codec in ("float32", "float16", "bfloat16", "int8", "fp4")),
     over("int8, error feedback", FEEDBACK, codec="int8"),
+    over("isotropic means", ISOTROPIC, codec="fp4"),
     over("topk2, error feedback", FEEDBACK, codec="topk2"),
     over(
         "four replicas, encoded means",
