@@ -16,7 +16,7 @@ import socket
 import statistics
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_isotropic(width: int) -> None:
     layout = FragmentLayout(0, ("matrix",), ((width, width),))
+    matrices = {"matrix": torch.nn.Parameter(torch.empty(width, width))}
     mean = torch.randn(width * width, generator=torch.Generator().manual_seed(0))
-    calls = {
-        "isotropic mean, float64": lambda: isotropic(mean, layout, {"matrix"}),
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "isotropic mean, float64": lambda: isotropic(mean, layout, matrices),
         "Muon's iteration, float32": lambda: newton_schulz(mean.view(1, width, width)),
     }
     print(f"| {width} x {width} | processor time, median of 5 |\n|---|---|")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -105,7 +105,7 @@ def test_isotropic_means(shape: tuple[int, int]) -> None:
     random = spread_values(layout.sizes[0]).clamp_(-1e20, 1e20)
     mean = torch.cat([random, torch.full_like(random, -3.0), torch.ones(3)])
     with Watched():
-        isotropic(mean, layout, {"random", "flat"})
+        isotropic(mean, layout, dict.fromkeys(("random", "flat"), nn.Parameter(random.view(shape))))
 
 
 @pytest.mark.parametrize("number", [3, 5, 6, 7, 0.19, 1e-18, 3e18])

@@ -17,7 +17,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def of_one(matrix: Tensor) -> Tensor:
     layout = FragmentLayout(0, ("matrix",), (tuple(matrix.shape),))
-    return isotropic(matrix.flatten(), layout, {"matrix"}).view_as(matrix)
+    return isotropic(matrix.flatten(), layout, {"matrix": nn.Parameter(matrix)}).view_as(matrix)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,11 +56,12 @@ def test_other_tensors_and_the_mean_stay() -> None:
     layout = FragmentLayout(0, ("table", "matrix", "bias"), ((5, 2), (4, 3), (4,)))
     mean = random((layout.numel,))
     before = mean.clone()
-    made = isotropic(mean, layout, {"matrix", "of another fragment"})
+    some = nn.Parameter(torch.zeros(4, 3))
+    made = isotropic(mean, layout, {"matrix": some, "of another fragment": some})
     assert torch.equal(mean, before)
     changed = [name for name, part in layout.named(made).items() if not torch.equal(part, layout.named(mean)[name])]
     assert changed == ["matrix"]
-    assert isotropic(mean, layout, {"of another fragment"}) is mean
+    assert isotropic(mean, layout, {"of another fragment": some}) is mean
 
 
 def left_to_learn(*, isotropic: bool) -> float:

@@ -76,7 +76,6 @@ def test_notes_tell_of_runs_that_exchange_nothing() -> None:
 
 PEERS = {"network.transport": "swarm", "network.run": "mine"}
 RANKS = {"network.transport": "tcp"}
-ISOTROPIC = {"sync.arguments.outer.isotropic": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule and its fragments
     ({"sync.inner_steps": 10, "sync.overlap_steps": 11}, "overlap_steps with inner_steps=10 .* from 0 to 10, got 11"),
@@ -98,8 +97,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),
     ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
     (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "torch --train.parallelism ddp"),
-    (RANKS | ISOTROPIC | {"network.replica_size": 2}, "isotropic=true needs whole tensors.*parallelism ddp"),
-    ({"algorithm": "data-parallel"} | ISOTROPIC, "isotropic=True can't .* streaming or diloco"),
     (RANKS | {"network.replica_size": 2, "train.parallelism": "ddp"}, "Use --train.parallelism fsdp"),
     ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
     ({"sync.merge_alpha": 0.0, "sync.merge": "rebase"}, "rebase.* one of the two"),

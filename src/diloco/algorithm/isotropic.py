@@ -7,20 +7,23 @@ their products is exact, in any order. Everything else is elementwise and rounde
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from diloco.algorithm.muon import COEFFICIENTS
 from diloco.algorithm.partition import FragmentLayout
 from diloco.algorithm.rounds import vector_norm
+from diloco.algorithm.tensors import local_shard, set_whole_
 
 _GRID = 2.0**25
 _STEPS = 5
 
 
-def isotropic(mean: Tensor, layout: FragmentLayout, names: Collection[str]) -> Tensor:
-    """Return a fragment's mean pseudo-gradient with about equal singular values in the matrices of ``names``.
+def isotropic(mean: Tensor, layout: FragmentLayout, matrices: Mapping[str, nn.Parameter]) -> Tensor:
+    """Return a fragment's mean pseudo-gradient with about equal singular values in ``matrices``.
 
     The part of a matrix, ``G = U S V^T``, becomes about ``U V^T``, with the norm of G, so that the outer step is as
     long as before (IsoLoCo, 2607.03011). All bits are the same on every CPU and GPU.
@@ -28,22 +31,35 @@ def isotropic(mean: Tensor, layout: FragmentLayout, names: Collection[str]) -> T
     Args:
         mean: ``(numel,)`` float32, left unchanged.
         layout: The layout of ``mean``.
-        names: Those of the matrices. Others that the fragment has stay as they are.
+        matrices: Name -> parameter, such as `hidden_matrices`. If ranks shard them, each rank computes whole matrices,
+            and all must call this at once.
 
     Returns:
         ``(numel,)`` float32; ``mean`` itself if the fragment has none of the matrices.
 
     >>> layout = FragmentLayout(0, ("matrix", "bias"), ((2, 2), (1,)))
-    >>> isotropic(torch.tensor([3.0, 0.0, 0.0, 1.0, 5.0]), layout, {"matrix"})[-1]
+    >>> mean = torch.tensor([3.0, 0.0, 0.0, 1.0, 5.0])
+    >>> isotropic(mean, layout, {"matrix": nn.Parameter(torch.zeros(2, 2))})[-1]
     tensor(5.)
     """
-    if not any(name in names for name in layout.names):
+    if not matrices.keys() & set(layout.names):
         return mean
     result = mean.clone()
-    for name, matrix in layout.named(result).items():
-        if name in names:
-            matrix.copy_(_orthogonalised(matrix.cpu() if matrix.device.type == "mps" else matrix))  # has no float64
+    for name, part in layout.named(result).items():
+        if name in matrices:
+            _change_(part, matrices[name])
     return result
+
+
+def _change_(part: Tensor, parameter: nn.Parameter) -> None:
+    shard: Any = part
+    if hasattr(parameter, "to_local"):
+        shard = torch.empty_like(parameter.detach(), dtype=torch.float32)
+        local_shard(shard).copy_(part)
+    whole = shard.full_tensor() if shard is not part else part
+    set_whole_(shard, _orthogonalised(whole.cpu() if whole.device.type == "mps" else whole))  # MPS has no float64
+    if shard is not part:
+        part.copy_(local_shard(shard))
 
 
 def _orthogonalised(matrix: Tensor) -> Tensor:

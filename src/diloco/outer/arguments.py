@@ -172,12 +172,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     whole = "max_norm" if arguments["max_norm"] is not None else ""  # which no rank can take of a shard
     if average is not None and not average.elementwise:
         whole = _described(average)
-    if arguments["isotropic"]:
-        whole = "isotropic=True"
-        if not hidden_matrices(model):
-            raise ConfigurationError(
-                f"{whole} needs hidden matrices, but this model has none besides its embeddings and head. Omit it."
-            )
+    if arguments["isotropic"] and not hidden_matrices(model):
+        raise ConfigurationError(
+            "isotropic=True needs hidden matrices, but this model has none besides its embeddings and head. Omit it."
+        )
     if whole and sharded:
         raise ConfigurationError(
             f"{whole} needs whole tensors, but {sharded[0]} and {len(sharded) - 1} more parameters are sharded over "

@@ -359,7 +359,7 @@ class DiLoCo:
         if any_void:
             reason = str(error or "The round is void for another rank of this replica.")
             reason += f" {self.recovery.resync(fragment, diverged)}" if any_diverged else ""
-        elif average.donor is not None:
+        elif (average := fragment.received(average)).donor is not None:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
             return self._on_event(fragment.drop(self.steps, reason))

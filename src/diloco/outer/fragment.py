@@ -43,7 +43,7 @@ from diloco.algorithm import (
 from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
-from diloco.outer.state import GlobalState, Greatest
+from diloco.outer.state import Direction, GlobalState, Greatest
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
 from diloco.waiting import in_thread
@@ -71,6 +71,10 @@ class InFlight:
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
     # of a thread that fills the payload, and returns the new residual and the largest magnitude; None if none has to
     ready: Future[tuple[Tensor | None, float]] | None = None
+
+
+def _same(mean: Tensor) -> Tensor:
+    return mean
 
 
 class Fragment:
@@ -109,13 +113,13 @@ class Fragment:
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
         other = arguments["global_state_of"]
-        names = hidden_matrices(self._model) if arguments["isotropic"] else ()
-        direction = functools.partial(isotropic, layout=layout, names=names)
-        self.state: GlobalState = (
-            other.fragments[self.index].state
-            if other
-            else GlobalState(self.local(), arguments["outer_optimizer"], direction)
-        )
+        matrices = hidden_matrices(self._model) if arguments["isotropic"] else {}
+        direction = functools.partial(isotropic, layout=layout, matrices=matrices)
+        # ranks that shard the parameters gather matrices, all at once in their training threads
+        alone = greatest is list
+        self._together: Direction = _same if alone else direction
+        outer = arguments["outer_optimizer"], direction if alone else _same
+        self.state: GlobalState = other.fragments[self.index].state if other else GlobalState(self.local(), *outer)
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -267,6 +271,12 @@ class Fragment:
         if self.residual is None:
             return codec.encode(delta), None
         return encode_with_feedback(codec, delta, self.residual, self._decay)
+
+    def received(self, average: Average) -> Average:
+        """Return an average with what only all ranks that shard the parameters can make of it. Call it on all."""
+        if self._together is _same:
+            return average
+        return replace(average, values=self._together(self.state.outer_mean(average.values)))
 
     def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.

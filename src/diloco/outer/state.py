@@ -138,7 +138,7 @@ class GlobalState:
 
     def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
-        mean = self._mean(average.values)
+        mean = self.outer_mean(average.values)
         measures, sample = measured_outer_step(self._optimizer, mean, outer, values, self._last_mean)
         return _Prepared(average.values, values, outer, measures, sample)
 
@@ -148,7 +148,7 @@ class GlobalState:
             torch.cuda.current_stream(moved.device).synchronize()
         return mean, moved
 
-    def _mean(self, mean: Tensor) -> Tensor:
+    def outer_mean(self, mean: Tensor) -> Tensor:
         """Return what the outer optimizer gets for a mean, on the device of the values."""
         if self._moved is not None:
             (source, moved), self._moved = self._moved.result(), None
@@ -207,7 +207,7 @@ class GlobalState:
                 values.copy_(theirs[name])
             self.outer.step = outer_step
             for average in averages:
-                self._optimizer.update(self._mean(average.values), self.outer, self.values)
+                self._optimizer.update(self.outer_mean(average.values), self.outer, self.values)
             self.finished_rounds = finished_rounds
             self._last = (-1, {}, None)
 

@@ -305,7 +305,6 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
 
 _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
     ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.outer.isotropic", "isotropic", (), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
     ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
@@ -338,12 +337,10 @@ def _check_together(settings: RunSettings) -> None:
             f"{key}={value!r} can't be used with {other}={choice!r}. Leave it out, or use "
             f"--{other.rpartition('.')[2]} {' or '.join(works)}.",
         )
-    whole = [f"sync.arguments.average.max_norm={sync.max_norm}"] if sync.max_norm is not None else []
-    whole += ["sync.arguments.outer.isotropic=true"] if sync.isotropic else []
     _refuse_if(
-        bool(whole) and network.replica_size > 1 and settings.train.parallelism == "fsdp",
-        f"{' and '.join(whole)} needs whole tensors, but with train.parallelism='fsdp' and "
-        f"network.replica_size={network.replica_size} each rank has only shards. "
+        sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
+        f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
+        f"and network.replica_size={network.replica_size} each rank has only shards. "
         "Use --transport torch --train.parallelism ddp.",
     )
     _refuse_if(
