@@ -70,7 +70,9 @@ CASES = {
         schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
         digest_of_shards="9409e2307f815f55",
     ),
-    "isotropic means": Case("e64749ae2b5230b6", arguments={"isotropic": True}, shapes=MATRICES, digest_of_shards="e64749ae2b5230b6"),
+    "isotropic means": Case(
+        "e64749ae2b5230b6", arguments={"isotropic": True}, shapes=MATRICES, digest_of_shards="e64749ae2b5230b6"
+    ),
     "muon": Case(OF_MUON[CPU], shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
 }
 
