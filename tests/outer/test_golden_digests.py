@@ -6,9 +6,8 @@ but for Muon's: torch adds the values of a matrix in an order that depends on th
 
 import copy
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from diloco import AlphaMerge, DiLoCo, InProcessTransport, Nesterov, SyncSchedul
 from diloco.algorithm import local_shard, set_whole_
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 from tests.transport.wires import at_once
 
 STEPS, STOP = 30, 14
@@ -154,7 +152,7 @@ def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def in_process(case: Case, parts: Sequence[int], keys: Path) -> str:
+def in_process(case: Case, parts: Sequence[int]) -> str:
     """Train replicas that take turns. After each part but the last, continue in new objects."""
     counted, states = InProcessTransport(case.num_replicas).state_dict(), [dict[str, Any]()] * case.num_replicas
     for steps in parts:
@@ -190,7 +188,7 @@ def train_in_parts(
     return digest
 
 
-def over_sockets(case: Case, parts: Sequence[int], keys: Path) -> str:
+def over_sockets(case: Case, parts: Sequence[int]) -> str:
     addresses = [f"127.0.0.1:{free_port()}" for _ in parts]
 
     def live(number: int) -> str:
@@ -200,39 +198,24 @@ def over_sockets(case: Case, parts: Sequence[int], keys: Path) -> str:
     return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
 
-def over_the_swarm(case: Case, parts: Sequence[int], keys: Path) -> str:
-    swarms = Swarms(keys)
-    transports = swarms.meet(case.num_replicas, run="golden")
-
-    def live(number: int) -> str:
-        digest = train_in_parts(number, case, parts, [nullcontext(transports[number])])
-        transports[number].finish()
-        return digest
-
-    try:
-        return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
-    finally:
-        swarms.close()
+@pytest.mark.parametrize("name", CASES)
+def test_digests_are_those_of_version_0_5(name: str) -> None:
+    """Over a swarm: `tests/train/test_golden_runs.py`."""
+    assert [in_process(CASES[name], parts) for parts in PARTS] == [CASES[name].digest] * 2
 
 
-OVER_THE_SWARM = ("streaming fp4, one step of overlap", "int8 with error feedback", "topk2")
-"""Each case takes seconds on libp2p, because every peer has a daemon."""
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_replicas < 8])
+def test_digests_over_sockets(name: str) -> None:
+    """Eight replicas: `tests/transport/test_process_group.py`."""
+    assert over_sockets(CASES[name], PARTS[1]) == CASES[name].digest
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "parts"),
-    [
-        *itertools.product(CASES, (in_process, over_sockets), PARTS),
-        *((name, over_the_swarm, PARTS[0]) for name in OVER_THE_SWARM),
-    ],
-)
-@HIVEMIND_LEAVES_CONNECTIONS
-def test_digests_are_those_of_version_0_5(name: str, run: Callable[..., str], parts: tuple[int], keys: Path) -> None:
-    assert run(CASES[name], parts, keys) == CASES[name].digest
+OF_RANKS = ("streaming fp4, one step of overlap", "topk2")
+"""The others: `tests/transport/test_process_group.py`."""
 
 
-def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list[str]]:
-    """Train each case without and with a stop, as one of the two ranks of one of two replicas."""
+def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Train each case with a stop, as one of the two ranks of one of two replicas."""
     replica, position = divmod(rank, 2)
     store = dist.FileStore(str(folder / f"store-{replica}"), 2)
     dist.init_process_group("gloo", store=store, rank=position, world_size=2)
@@ -244,16 +227,16 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
         address = meetings.get(name).decode()
         return connect_tcp(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded")
 
-    digests: dict[str, list[str]] = {name: [] for name in names}
-    for name, parts in itertools.product(names, PARTS):
-        transports = (connected(f"{name} {parts} {steps}") for steps in parts)
-        digests[name].append(train_in_parts(replica, CASES[name], parts, transports, sharded=True))
+    digests = {}
+    for name in names:
+        transports = (connected(f"{name} {steps}") for steps in PARTS[1])
+        digests[name] = train_in_parts(replica, CASES[name], PARTS[1], transports, sharded=True)
     dist.destroy_process_group()
     return digests
 
 
 def test_digests_of_two_ranks_with_half_of_each_parameter(tmp_path: Path) -> None:
-    digests = {name: case.digest_of_shards for name, case in CASES.items() if case.digest_of_shards}
+    digests = {name: CASES[name].digest_of_shards for name in OF_RANKS}
     with Processes() as processes:
         processes.start(4, rank_of_two, list(digests), tmp_path)
-        assert processes.results(timeout_s=180)[0] == {name: [digest] * 2 for name, digest in digests.items()}
+        assert processes.results(timeout_s=180)[0] == digests

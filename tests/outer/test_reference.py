@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, OuterOptimizer, RebaseMerge, Sgd, SyncSchedule
+from diloco.algorithm import AlphaMerge, Nesterov, SyncSchedule
 from tests.replicas import Swarm, Vectors, apart
 
 M, P, H, TAU, ALPHA, STEPS = 3, 3, 10, 2, 0.5, 200
@@ -81,63 +81,3 @@ def test_algorithm_2_agrees_with_plain_numpy(seed: int) -> None:
     for m in range(M):
         np.testing.assert_allclose(swarm.local(m).numpy(), local[m], rtol=2e-4, atol=2e-4)
         np.testing.assert_allclose(swarm.global_params(m).numpy(), synced, rtol=2e-4, atol=2e-4)
-
-
-class TwoOnes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-
-
-def ones(replica: int, step: int, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "outer", "merge", "values"),
-    [
-        # step 2: local -1, Delta = 1 - (-1) = 2, v = 2, theta = 1 - 0.5 * (2 + 0.5 * 2) = -0.5
-        # step 4: local -2.5, Delta = 2, v = 0.5 * 2 + 2 = 3, theta = -0.5 - 0.5 * (2 + 0.5 * 3) = -2.25
-        # step 6: local -4.25, Delta = 2, v = 3.5, theta = -2.25 - 0.5 * (2 + 1.75) = -4.125
-        (
-            SyncSchedule(inner_steps=2),
-            Nesterov(learning_rate=0.5, momentum=0.5),
-            AlphaMerge(0.0),
-            [[0, -0.5, -1.5, -2.25, -3.25, -4.125]] * 2,
-        ),
-        # outer SGD with lr = 1: global becomes what was sent. The parameters are sent at 4 and 8, and at 6
-        # step 5: local -4, merged 0.5 * -4 + 0.5 * -3 = -3.5; step 9: -7.5 -> -7; step 7: local -6, merged -5.5
-        (
-            SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1),
-            Sgd(learning_rate=1.0),
-            AlphaMerge(0.5),
-            [[0, -1, -2, -3, -3.5, -4.5, -5.5, -6.5, -7], [0, -1, -2, -3, -4, -5, -5.5, -6.5, -7.5]],
-        ),
-        # the work of the overlapped step, -1, is kept
-        # sent at 2 (local -1, Delta 2); step 3: theta = 1 - 1 = 0, local = 0 + (-2 - -1) = -1
-        # sent at 4 (local -2, Delta 0 - -2 = 2); step 5: theta = 0 - 1 = -1, local = -1 + (-3 - -2) = -2
-        (
-            SyncSchedule(inner_steps=2, overlap_steps=1),
-            Sgd(learning_rate=0.5),
-            RebaseMerge(),
-            [[0, -1, -1, -2, -2]] * 2,
-        ),
-    ],
-)
-def test_local_values_after_each_step_are_those_by_hand(
-    schedule: SyncSchedule, outer: OuterOptimizer, merge: MergeRule, values: list[list[float]]
-) -> None:
-    """Gradients are 1 and the inner learning rate 1: each step subtracts 1, and the outer loop does the rest."""
-    swarm = Swarm(
-        2,
-        schedule,
-        make_model=TwoOnes,
-        make_inner=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-        outer=outer,
-        merge=merge,
-        fragments=apart(TwoOnes()) if schedule.num_fragments == 2 else None,
-    )
-    for of_step in zip(*values, strict=True):
-        swarm.run(1, ones)
-        assert swarm.local(0).tolist() == swarm.local(1).tolist() == list(of_step)

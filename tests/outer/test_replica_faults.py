@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, RoundId, make_codec, partition
+from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, RoundId
 from diloco.events import RoundCommitted, RoundVoid
 from tests.faults import Fault, FaultKind
 from tests.replicas import Swarm, agree, quadratic, streaming
@@ -91,24 +91,3 @@ def test_a_corrupted_replica_is_found_before_its_first_average() -> None:
     swarm.run(8, quadratic())
     assert "replica 2 differ from those of replica 0" in " ".join(reasons(swarm))
     assert agree(swarm)
-
-
-def two_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 5), nn.Linear(6, 8))
-
-
-@pytest.mark.parametrize(("faulty", "least"), [(False, None), (True, None), (True, 3)])
-def test_with_encoded_means_all_replicas_hold_the_same_bits_and_send_less(faulty: bool, least: int | None) -> None:
-    """Also after a round that is void or excludes one."""
-    faults = [Fault(kind="drop", replica=2, round=RoundId(0, 1))] if faulty else []
-    fragments = partition(two_layers(), num_fragments=3, strategy="balanced")
-    codec, fp4 = make_codec("int8", block_size=4), make_codec("fp4", block_size=4)
-    arguments: dict[str, Any] = {"make_model": two_layers, "fragments": fragments, "codec": codec}
-    swarm, plain = (streaming(4, faults=faults, least=least, mean_codec=mean, **arguments) for mean in (fp4, "float32"))
-    for each in (swarm, plain):
-        each.run(26, quadratic())
-    assert agree(swarm)
-    assert not torch.equal(plain.global_params(0), swarm.global_params(0))
-    sent = [each.transport.endpoint(0).sent_bytes for each in (swarm, plain)]
-    assert sent[0] < 0.6 * sent[1]

@@ -1,4 +1,6 @@
-"""`diloco train` ends with the bits that version 0.5 computed: shared start, then Streaming DiLoCo; on all transports.
+"""`diloco train` ends with the bits that version 0.5 computed: shared start, then Streaming DiLoCo; also over a swarm.
+
+Over the other transports, and moved between them: `tests/train/test_state.py`.
 
 All arithmetic of the model is elementwise, so that the digest does not depend on how a processor multiplies matrices.
 """
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from diloco.model import LanguageModel, LossParts
 from diloco.trained import load_trained
 from tests.commands import Command
-from tests.processes import Processes, free_port
+from tests.processes import Processes
 
 DIGEST = "6a0d6bf52720f242"
 MODEL = "tests.train.test_golden_runs:Tables"
@@ -26,8 +28,6 @@ SETTINGS = (
     "--learning-rate 1e-1 --optimizer.warmup-steps 2 --optimizer.clip-norm None "
     "--evaluation.every-steps 0 --evaluation.sequences 4 --evaluation.sample-prompts --checkpoint.every-steps 0"
 )
-STOP = "--stop-after 19"
-"""At this step a fragment is in flight."""
 
 
 class Tables(LanguageModel):
@@ -61,23 +61,13 @@ class Commands:
         self.processes, self.data, self.out = processes, data, out
 
     def start(self, arguments: str, out: Path | None = None) -> Command:
-        return self.run(f"{SETTINGS} --data {self.data} --out {out or self.out} {arguments}")
-
-    def run(self, arguments: str) -> Command:
         output = self.out.with_name(f"{len(self.processes.members)}.txt")
-        return Command(self.processes, ["train", *arguments.split()], output)
+        words = f"train {SETTINGS} --data {self.data} --out {out or self.out} {arguments}"
+        return Command(self.processes, words.split(), output)
 
 
 def in_process(commands: Commands) -> None:
     commands.start("--replicas 2").end()
-
-
-def moved(commands: Commands) -> None:
-    """Over sockets, and then in one process."""
-    meeting = f"--transport tcp --join 127.0.0.1:{free_port()} --replicas 2 {STOP}"
-    for rank in [commands.start(f"{meeting} --replica {m}") for m in range(2)]:
-        rank.end()
-    commands.run(f"--resume {commands.out} --model {MODEL} --transport in-process").end()
 
 
 def over_the_swarm(commands: Commands) -> None:
@@ -89,7 +79,7 @@ def over_the_swarm(commands: Commands) -> None:
         peer.end()
 
 
-@pytest.mark.parametrize("run", [in_process, moved, over_the_swarm])
+@pytest.mark.parametrize("run", [in_process, over_the_swarm])
 def test_a_run_ends_with_the_bits_of_version_0_5(run: Callable[[Commands], None], data: Path, tmp_path: Path) -> None:
     with Processes() as processes:
         run(Commands(processes, data, tmp_path / "run"))
