@@ -91,7 +91,7 @@ def check_void(endpoints: Sequence[Transport], contributions: Sequence[Contribut
 class PayloadContract:
     """The part of the contract that concerns payloads. Its tests may share endpoints (`FIRST`)."""
 
-    @pytest.mark.parametrize("num_replicas", [1, 2, 5])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
         weights = [1.0 + replica for replica in range(num_replicas)]
         endpoints = make_endpoints(num_replicas)
@@ -247,7 +247,7 @@ class TransportContract(PayloadContract):
         """Every replica gets whole contributions and sums all of them, so that no mean is encoded."""
         endpoints, scales = make_endpoints(4), (1.0, 1.1, 0.9, 10.0)
         clipped: dict[float | None, tuple[int, ...]] = {20.0: (0, 1, 2, 3), 100.0: (3,), None: ()}
-        cases = (OURS, (20.0, 100.0)) if rule is None else (("float32", "fp4", "topk2"), (20.0, None))
+        cases = (("float32", "fp4", "topk2"), (20.0, 100.0 if rule is None else None))
         for outer_step, (codec, max_norm) in enumerate(itertools.product(*cases)):
             given = [
                 replace(

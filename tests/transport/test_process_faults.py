@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,6 +138,8 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
         if stop is not None and diloco.steps >= stop:
             break
         trained.train()
+        if scenario.returns:
+            time.sleep(0.005)  # the others train for as long as a process takes to come
         if diloco.steps == SENT_AT - 1 and stage == "before send":
             hold()
         diloco.step()

@@ -104,26 +104,15 @@ def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, key
     assert first.view.members == (0,)
 
 
-def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> None:
-    """This holds even if it is the first member, to which all joiners are sent."""
-    members = swarms.meet(2)
-    services = members[0].connections.services
-
-    async def refuse(message: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame({"kind": "refused", "reason": "go away", "for_good": True}))
-        await reader.read(1)
-
-    services.update(dict.fromkeys([each for each in services if each.__name__ == "Ask"], refuse))
-    connected = swarms.peer(2, members)
-    assert connected.joining
-    join(connected, LIMIT_S)
-    wait_for_members(members[1], 3)
-
-
 def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path) -> None:
-    """Other settings, a key that was copied to another machine, and a number that is taken."""
+    """Other settings, a key that was copied to another machine, a number that is taken, and who was farther.
+
+    The founder resumed from an older checkpoint than another peer's, whose work would be lost. At last one member
+    refuses for good, to which all joiners are sent, and keeps nobody out.
+    """
     fp4 = {"codec": "fp4"}
-    first = swarms.peer(0, facts=fp4).transport
+    founder = swarms.peer(0, facts=fp4, held_step=30)
+    first = founder.transport
     owner = swarms.peer(1, [first], facts=fp4)
     join(owner, LIMIT_S)
     with pytest.raises(RendezvousError, match="has codec = fp4 and replica 2"):
@@ -134,6 +123,23 @@ def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path)
     (keys / "other-0").mkdir(exist_ok=True)
     with closing(Swarms(keys / "other-0")) as other, pytest.raises(RendezvousError, match="choose another number"):
         other.peer(0, [first], facts=fp4, **PATIENCE)
+    first.step = 40
+    with pytest.raises(RendezvousError, match=r"is at step 40, and the newest checkpoint of replica 2 is of step 50"):
+        swarms.peer(2, [first], facts=fp4, held_step=50, **PATIENCE)
+    as_far = swarms.peer(3, [first], facts=fp4, held_step=40, held_swarm="0123456789abcdef")
+    assert (as_far.joining, as_far.step, as_far.founded_step) == (True, 40, 30)
+    services = first.connections.services
+
+    async def refuse(message: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame({"kind": "refused", "reason": "go away", "for_good": True}))
+        await reader.read(1)
+
+    services.update(dict.fromkeys([each for each in services if each.__name__ == "Ask"], refuse))
+    members = [first, owner.transport]
+    member = swarms.peer(2, members, facts=fp4, held_step=50, held_swarm=founder.swarm)
+    assert member.joining, "the swarm is the one that it was a member of"
+    join(member, LIMIT_S)
+    wait_for_members(members[1], 3)
 
 
 def test_another_run_is_another_world_and_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(
@@ -149,18 +155,6 @@ def test_another_run_is_another_world_and_a_fresh_start_is_no_replacement_for_a_
         swarms.peer(2, [member], run="gone", **PATIENCE)
     again = swarms.peer(3, [member], run="gone", held_step=120, **PATIENCE)
     assert not again.joining
-
-
-def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swarms: Swarms) -> None:
-    """The founder resumed from an older checkpoint than another peer's, whose work would be lost."""
-    first = swarms.peer(0, held_step=30)
-    first.transport.step = 40
-    with pytest.raises(RendezvousError, match=r"is at step 40, and the newest checkpoint of replica 1 is of step 50"):
-        swarms.peer(1, [first.transport], held_step=50, **PATIENCE)
-    as_far = swarms.peer(1, [first.transport], held_step=40, held_swarm="0123456789abcdef")
-    assert (as_far.joining, as_far.step, as_far.founded_step) == (True, 40, 30)
-    member = swarms.peer(2, [first.transport], held_step=50, held_swarm=first.swarm)
-    assert member.joining, "the swarm is the one that it was a member of"
 
 
 def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, member: PeerTransport) -> None:

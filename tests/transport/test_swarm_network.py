@@ -51,7 +51,7 @@ class TestLibp2pStreamsContract(contract.PayloadContract):
         monkeypatch.setattr(contract, "FIRST", next(FIRSTS))
         return swarm_of
 
-    @pytest.mark.parametrize("num_replicas", [2, 3])  # a lone replica sends nothing
+    @pytest.mark.parametrize("num_replicas", [3])  # a lone replica sends nothing
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
         super().test_every_replica_gets_the_same_weighted_mean(make_endpoints, num_replicas)
 
