@@ -26,6 +26,20 @@ QUICK = " --network.silence 20s"
 LOOPBACK = "--network.listen 127.0.0.1:0"
 
 
+PACE = """
+import time
+from diloco.events import StepFinished
+
+class Pace:
+    def __init__(self, folder): pass
+    def close(self): pass
+    def handle(self, event):
+        if isinstance(event, StepFinished):
+            time.sleep(0.02)
+"""
+"""Code of one's own, with which a step takes a while: peers would take all cores while a test waits for them."""
+
+
 class Peer(Command):
     """One `diloco train` process of a swarm.
 
@@ -38,7 +52,8 @@ class Peer(Command):
 
     def __init__(self, processes: Processes, out: Path, arguments: str, joins: Peer | None = None) -> None:
         join = f"--join {joins.address()}" if joins else ""
-        words = f"train --monitor.console quiet {LOOPBACK} {arguments} {join}".split()
+        (pace := out.parent / "pace.py").write_text(PACE)
+        words = shlex.split(f"train --monitor.console quiet --sinks {pace}:Pace {LOOPBACK} {arguments} {join}")
         self.out = out
         super().__init__(processes, words, out.with_suffix(f".{len(list(out.parent.iterdir()))}.txt"))
 
@@ -84,30 +99,44 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
 ENDLESS = "--steps 100000 --inner-steps 8"
 
 
-def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> None:
-    """The third replica joins late, the first is asked to leave, and the others continue together.
+def test_replicas_come_and_go_by_the_commands_that_are_printed_and_those_who_stay_agree(
+    tmp_path: Path, new_peer: MakePeer
+) -> None:
+    """Two join a running one by the command that it prints. It is asked to leave, and comes back by the next command.
 
-    At the end these receive a signal that also goes to all processes that they have started, as from Ctrl-C in a
+    At the end all receive a signal that also goes to all processes that they have started, as from Ctrl-C in a
     terminal, `timeout` or batch systems, and they end as the first did.
     """
     first = new_peer("a", f"{ENDLESS} --replicas 1 --replica 0")
     first.wait_for("RoundCommitted")
-    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replicas 1 --replica {m}", first) for m in (1, 2)]
+    join = first.until(lambda: re.search(r"^  diloco train (.*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
+    assert not {"--network.listen", "--replica", "--out"} & {*join.split()}
+    others = [Peer(first.processes, tmp_path / name, f"{join} --out {tmp_path / name} --device cpu") for name in "bc"]
+    views = [first.until(lambda: [r for r in first.metrics("ViewChanged") if len(r["members"]) == 3], "all three")]
+    _, *numbers = views[0][0]["members"]
     for peer in others:
-        peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
+        peer.wait_for("RoundCommitted", contributors=[0, *numbers])
     os.kill(first.pid, signal.SIGINT)
     first.end(130)
     for peer in others:
-        left = peer.wait_for("ViewChanged", members=[1, 2])
+        left = peer.wait_for("ViewChanged", members=numbers)
         assert "replica 0 has left" in left["reason"]
         assert (left["left"], left["lost"]) == ([0], [])
-        peer.wait_for("RoundCommitted", contributors=[1, 2])
-    for peer, number in zip(others, (signal.SIGINT, signal.SIGTERM), strict=True):
+        peer.wait_for("RoundCommitted", contributors=numbers)
+    resume = re.search(r"To resume while others train: diloco (train --resume .* --join .*)", first.output)
+    assert resume, first.output
+    count = len(first.metrics("RoundCommitted"))
+    again = Command(first.processes, shlex.split(resume[1]), tmp_path / "again.txt")
+    again.until(lambda: first.metrics("RoundCommitted")[count:], "a round after the resumption")
+    for peer, number in zip((*others, again), (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=True):
         os.killpg(peer.pid, number)
         peer.end(130, limit_s=60)
+    for peer, number in zip(others, (signal.SIGINT, signal.SIGTERM), strict=True):
         assert peer.metrics("Interrupted")[0]["signal"] == number.name
         assert peer.metrics("CheckpointSaved")
-        assert "replica 1 has left" in others[1].wait_for("ViewChanged", members=[2])["reason"]
+    alone = re.search(r"^diloco: stopped.*To resume: (diloco train --resume \S+.*)", again.output, re.M)
+    assert alone, again.output
+    assert "--join" not in alone[1]
 
 
 def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
@@ -198,29 +227,3 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
     assert "so it founds a new swarm at step 14." in str(founds.metrics("Note"))
     assert "which are at step 14. Its own checkpoint of step 6 is not used" in str(first.metrics("Note"))
     assert [record["step"] for record in founds.metrics("RunStarted")] == [0, 14]
-
-
-def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
-    first = new_peer("a", f"{ENDLESS} --replicas 2 --network.listen 127.0.0.1:0 --replica 0")
-    join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
-    assert not {"--network.listen", "--replica", "--out"} & {*join.split()}
-    own = f"--out {tmp_path / 'b'} --monitor.console quiet --device cpu {LOOPBACK}"
-    words = [*shlex.split(join)[1:], *own.split()]
-    second = Command(first.processes, words, tmp_path / "second.txt")
-    members = first.until(
-        lambda: [r["members"] for r in first.metrics("ViewChanged") if len(r["members"]) == 2], "both"
-    )
-    first.wait_for("RoundCommitted", contributors=members[0])
-    os.kill(first.pid, signal.SIGINT)
-    first.end(130)
-    resume = re.search(r"To resume while others train: (diloco train --resume .* --join .*)", first.output)
-    assert resume, first.output
-    count = len(first.metrics("RoundCommitted"))
-    again = Command(first.processes, shlex.split(resume[1])[1:], tmp_path / "again.txt")
-    again.until(lambda: first.metrics("RoundCommitted")[count:], "a round after the resumption")
-    for peer in (second, again):
-        os.kill(peer.pid, signal.SIGINT)
-        peer.end(130)
-    alone = re.search(r"^diloco: stopped.*To resume: (diloco train --resume \S+.*)", again.output, re.M)
-    assert alone, again.output
-    assert "--join" not in alone[1]
