@@ -33,7 +33,7 @@ FILES = ["manifest.json", "replica-0.json", "replica-1.safetensors"]
 def test_one_flipped_bit_anywhere_is_found_and_named(name: str, damaged: Path) -> None:
     path = damaged / "step-00000002" / name
     content = path.read_bytes()
-    for position in range(0, len(content), max(1, len(content) // 60)):
+    for position in range(0, len(content), max(1, len(content) // 30)):
         for bit in (0x01, 0x20, 0x80):
             path.write_bytes(content[:position] + bytes([content[position] ^ bit]) + content[position + 1 :])
             with pytest.raises(CheckpointError) as caught:

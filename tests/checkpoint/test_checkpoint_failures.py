@@ -23,7 +23,8 @@ def save_and_be_killed(rank: int, top: Path) -> None:
     save(top / "before", 2, 2.0)
     for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
         before = None if scenario == "first" else top / "before"
-        kill_at_every_call(top / scenario, before, partial(save, step=step, mark=3.0, keep=1))
+        every = 1 if scenario == "next" else 2
+        kill_at_every_call(top / scenario, before, partial(save, step=step, mark=3.0, keep=1), every)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scenario", ["first", "next", "again"])
 def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario: str, killed: Path) -> None:
     marks: list[float] = []
-    folders = [killed / scenario / f"{kill_at:03d}" for kill_at in range(1, 1 + len(names(killed / scenario)))]
+    folders = sorted((killed / scenario).iterdir())
     for folder in folders:
-        complete = list_checkpoints(folder) if folder.exists() else []
+        complete = list_checkpoints(folder)
         for checkpoint in complete:
             mark_of(checkpoint.path)
         if complete:
@@ -55,7 +56,7 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
     # a kill happens before or after the new one is complete; once it was after, every later kill is too
     assert marks == sorted(marks)
     assert set(marks) == {0.0 if scenario == "first" else 2.0, 3.0}
-    assert len(marks) > 20
+    assert len(marks) > (20 if scenario == "next" else 10)
     for folder in folders:
         save(folder, 4, 4.0, keep=1)
         assert names(folder) == {"step-00000004"}

@@ -13,6 +13,7 @@ from torch import Tensor
 from diloco.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, open_checkpoint, save_checkpoint, whole
 from diloco.errors import CheckpointError
 from diloco.trained import read_weights
+from diloco.transport import ReplicaGroup
 from tests.processes import Processes
 from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, load, open_group, save, unequal
@@ -30,10 +31,9 @@ def goes_on(rank: Rank) -> tuple[Any, ...]:
     return trained, diloco.steps, diloco.rounds_committed, diloco.rounds_void
 
 
-def rank_stops_and_goes_on(position: int, folder: Path) -> dict[str, Tensor]:
+def rank_stops_and_goes_on(position: int, folder: Path, group: ReplicaGroup) -> dict[str, Tensor]:
     """Return the values that were saved."""
     setup = Setup(strategy="fsdp", size=2, optimizer="Muon", codec="fp4", error_feedback=True)
-    group = open_group(setup, position, folder)
     rank = Rank(setup, group)
     rank.train(STEPS)
     saved, rest = rank.values(), copy.deepcopy(rank.state.rest())
@@ -45,28 +45,22 @@ def rank_stops_and_goes_on(position: int, folder: Path) -> dict[str, Tensor]:
     assert goes_on(again) == ran
     assert unequal(again.values(), rank.values()) == []
     assert same(again.state.rest(), rank.state.rest())
-    group.close()
     return saved
 
 
-def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
-    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon and AdamW in use."""
-    with Processes() as processes:
-        processes.start(2, rank_stops_and_goes_on, tmp_path)
-        saved = processes.results(timeout_s=300)[0]
-    checkpoint = open_checkpoint(tmp_path)
+def check_saved(folder: Path, saved: dict[str, Tensor]) -> None:
+    checkpoint = open_checkpoint(folder)
     own = [f"replica-0-own-{position}" for position in (0, 1)]
     assert {*checkpoint.parts} == {"replica-0-values", *own, "global", "outer"}
     shards = [f"replica-0-values-rank-{position}.safetensors" for position in (0, 1)]
     assert {*shards} < checkpoint.parts["replica-0-values"].keys()
     agreed = {name.removeprefix("global/"): v for name, v in saved.items() if name.startswith("global/")}
-    assert unequal(dict(read_weights(tmp_path)), agreed) == [], "a reader without ranks gets whole tensors"
+    assert unequal(dict(read_weights(folder)), agreed) == [], "a reader without ranks gets whole tensors"
 
 
-def ranks_fail_to_save(position: int, folder: Path) -> None:
+def rank_fails_to_save(position: int, folder: Path, group: ReplicaGroup) -> None:
     """For each failure, the ranks save once, fail to save, and then save twice more."""
-    setup = Setup(strategy="fsdp", size=2)
-    rank = Rank(setup, open_group(setup, position, folder))
+    rank = Rank(Setup(strategy="fsdp", size=2), group)
     for who, failing in FAILURES.items():
         checkpoints, step = folder / who / "checkpoints", rank.diloco.steps
 
@@ -93,13 +87,11 @@ def ranks_fail_to_save(position: int, folder: Path) -> None:
             rank.step()
             save(rank, checkpoints, keep=2)
         assert [checkpoint.step for checkpoint in list_checkpoints(checkpoints)] == [step + 2, step + 3]
-    rank.group.close()
 
 
-def ranks_write_while_they_train(position: int, folder: Path) -> None:
+def rank_writes_while_it_trains(position: int, folder: Path, group: ReplicaGroup) -> None:
     """Rank 1 is slow to write."""
-    setup = Setup(strategy="fsdp", size=2)
-    rank, slow, fsync = Rank(setup, open_group(setup, position, folder)), threading.Event(), os.fsync
+    rank, slow, fsync = Rank(Setup(strategy="fsdp", size=2), group), threading.Event(), os.fsync
     rank.step()
     state = {name: whole(value).clone() for name, value in rank.state.values().items()}
     writer = CheckpointWriter(rank.group)
@@ -111,15 +103,23 @@ def ranks_write_while_they_train(position: int, folder: Path) -> None:
         assert writer.poll() is None
         slow.set()
         assert writer.poll(wait=True) == folder / "checkpoints" / "step-00000001"
-    rank.group.close()
     assert unequal(open_checkpoint(folder).load("values"), state) == []
 
 
-@pytest.mark.parametrize("ranks", [ranks_fail_to_save, ranks_write_while_they_train])
-def test_all_ranks_save_or_none_and_train_until_all_have_written(ranks: Any, tmp_path: Path) -> None:
+def rank_of_two(position: int, top: Path) -> dict[str, Tensor]:
+    group = open_group(Setup(strategy="fsdp", size=2), position, top)
+    saved = rank_stops_and_goes_on(position, top / "saved", group)
+    rank_fails_to_save(position, top / "failed", group)
+    rank_writes_while_it_trains(position, top / "slow", group)
+    group.close()
+    return saved
+
+
+def test_stopping_is_never_stopping_and_all_ranks_save_or_none_and_train_until_all_have_written(tmp_path: Path) -> None:
+    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon and AdamW in use."""
     with Processes() as processes:
-        processes.start(2, ranks, tmp_path)
-        processes.results(timeout_s=300)
+        processes.start(2, rank_of_two, tmp_path)
+        check_saved(tmp_path / "saved", processes.results(timeout_s=300)[0])
 
 
 VALUES = {

@@ -55,7 +55,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trees)
 def test_any_tree_comes_back_as_it_was(tmp_path: Path, tree: Any) -> None:
     assert same(through_files(tree, tmp_path), tree)

@@ -11,6 +11,7 @@ import pytest
 from diloco.cli import main
 from diloco.terminal import as_typed
 from tests.cli.runs import train
+from tests.processes import Processes
 
 
 def streams(*, closed: Sequence[int] = (), full: Sequence[int] = ()) -> Callable[[], None]:
@@ -47,9 +48,18 @@ def test_a_broken_stream_ends_in_an_exit_code(
     assert (done.returncode, done.stderr) == (code, errors)
 
 
+def without_streams(rank: int, words: list[str]) -> int:
+    """Run a command where all three are closed, which Python then does not have."""
+    streams(closed=[0, 1, 2])()
+    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]  # as at the start of a process
+    sys.argv = ["diloco", *words]
+    return main()
+
+
 def test_training_goes_on_without_its_output(files: Path, tmp_path: Path) -> None:
-    done = run(train(files, "--steps", "2", "--out", "run"), streams(closed=[0, 1, 2]), tmp_path)
-    assert (done.returncode, done.stdout) == (0, b"")
+    with Processes() as processes:
+        processes.start(1, without_streams, train(files, "--steps", "2", "--out", str(tmp_path / "run")))
+        assert processes.results() == {0: 0}
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"StepFinished"') == 2
 
 

@@ -34,13 +34,13 @@ class Replicas:
             for m, own in enumerate(of_one)
         ]
 
-    def of_two_ranks(self, arguments: str, num_replicas: int = 2) -> list[Command]:
-        """Start replicas of two ranks each, as a torchrun for each of them does."""
-        self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(num_replicas)]
+    def of_two_ranks(self, arguments: str) -> list[Command]:
+        """Start two replicas of two ranks each, as a torchrun for each of them does."""
+        self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
         size = "" if "--resume" in self.words else "--replica-size 2"
         meet = f"{size} {arguments} --join 127.0.0.1:{free_port()}"
         ranks = []
-        for number in range(2 * num_replicas):
+        for number in range(4):
             replica, position = divmod(number, 2)
             place = of_torchrun(position, 2, self.stores[replica].port)
             words = f"{self.words} {meet} --replica {replica}".split()
@@ -91,33 +91,21 @@ def test_machines_that_are_lost_with_their_disks_go_on_from_the_bucket(
     assert replicas.summaries()[0]["heldout_loss"] == alone["heldout_loss"]
 
 
-def test_two_replicas_of_two_ranks_are_two_replicas(replicas: Replicas, data: Path, tmp_path: Path) -> None:
+def test_two_replicas_of_two_ranks_that_are_fully_fine_tuned_by_muon_and_go_on_are_two_replicas(tmp_path: Path) -> None:
     """Up to round-off, since the ranks sum gradients in another order. The result can be evaluated like any run."""
-    more = "--optimizer.name Muon --codec fp4"
-    for command in replicas.of_two_ranks(more):
-        command.end()
-    summary = replicas.summaries()[0]
-    alone = train(data, tmp_path / "alone", f"{START} {more}")
-    assert summary["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-4)
-    assert summary["rounds_committed"] == alone["rounds_committed"]
-    assert main(["evaluate", str(replicas.out)]) == 0
-
-
-def test_a_fully_fine_tuned_model_is_sharded_and_trained_by_muon(tmp_path: Path) -> None:
-    """Two ranks learn as one does, and stop and resume with the same bits."""
     base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
-    words = f"""finetune {base} --lora-rank 0 --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 1
-        --steps 12 --inner-steps 4 --batch-size 2 --sequence-length 48 --evaluation.every-steps 0
+    words = f"""finetune {base} --lora-rank 0 --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 2
+        {START} --steps 12 --inner-steps 4 --batch-size 2 --sequence-length 48 --evaluation.every-steps 0
         --evaluation.sequences 8 --checkpoint.every-steps 0 --device cpu"""
     assert main([*words.split(), "--out", str(tmp_path / "alone"), "--monitor.console", "quiet"]) == 0
     with Processes() as processes:
-        for name, more in (("whole", ""), ("cut", "--stop-after 7")):
-            ranks = Replicas(processes, words, tmp_path / name)
-            for command in ranks.of_two_ranks(more, num_replicas=1):
-                command.end()
-        ranks.words = f"finetune --resume {tmp_path / 'cut'} --monitor.console quiet"
-        for command in ranks.of_two_ranks("", num_replicas=1):
+        ranks = Replicas(processes, words, tmp_path / "cut")
+        for command in ranks.of_two_ranks("--stop-after 7"):
             command.end()
-    done = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "whole", "cut")}
-    assert done["cut"]["global_params_digest"] == done["whole"]["global_params_digest"]
-    assert done["whole"]["heldout_loss"] == pytest.approx(done["alone"]["heldout_loss"], rel=1e-4)
+        ranks.words = f"finetune --resume {tmp_path / 'cut'} --monitor.console quiet"
+        for command in ranks.of_two_ranks(""):
+            command.end()
+    alone, cut = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "cut"))
+    assert [(each["steps"], each["rounds_committed"]) for each in (alone, cut)] == [(12, 2)] * 2
+    assert cut["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-4)
+    assert main(["evaluate", str(tmp_path / "cut")]) == 0

@@ -109,11 +109,10 @@ def test_its_replicas_are_those_of_the_plain_loop(name: str, replicas: int, tmp_
         assert not any(torch.equal(local[each], shared[each]) for each in local)
 
 
-@pytest.mark.parametrize(("run", "name"), [(plain, "plain_pytorch"), (by_accelerate, "accelerate_loop")])
-def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(run: Any, name: str, tmp_path: Path) -> None:
-    folder = tmp_path / ("step-22.pt" if run is plain else "step-22")
-    straight = run(options(tmp_path, "--save-steps 22 --codec int8", of=name))
-    resumed = run(options(tmp_path / "resumed", f"--resume {folder} --codec int8", of=name))
+def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(tmp_path: Path) -> None:
+    """Of Accelerate's loop: `test_torchrun`."""
+    straight = plain(options(tmp_path, "--save-steps 22 --codec int8"))
+    resumed = plain(options(tmp_path / "resumed", f"--resume {tmp_path / 'step-22.pt'} --codec int8"))
     for parameter, values in straight.state_dict().items():
         assert torch.equal(resumed.state_dict()[parameter], values), parameter
 

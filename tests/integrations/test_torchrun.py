@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diloco.algorithm import local_shard
 from diloco.errors import CheckpointError
@@ -20,6 +21,7 @@ from tests.integrations.test_frameworks import (
     pl,
     pytestmark,
     trainer,
+    transformers,
 )
 from tests.processes import Processes, free_port
 
@@ -57,32 +59,54 @@ def by_trainer(given: Any, folder: Path, resume: bool) -> Any:
     return ours.diloco
 
 
-def rank_of_two(rank: int, name: str, port: int, folder: Path) -> tuple[int, str, torch.Tensor]:
-    """Train, and train again from the checkpoint of step 6, which has a round in flight."""
+FRAMEWORKS = (by_accelerate, by_trainer, by_lightning)
+
+
+def rank_of_two(rank: int, ports: list[int], top: Path) -> list[tuple[int, str, torch.Tensor]]:
+    """Train with each framework, and train again from the checkpoint of step 6, which has a round in flight."""
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "a", "ACCELERATE_USE_CPU": "true"}
+    about |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "a", "ACCELERATE_USE_CPU": "true"}
     os.environ |= {variable: str(value) for variable, value in about.items()}
-    of = "hf_trainer" if name == "by_trainer" else "accelerate_loop"
-    given = options(folder, "--steps 12 --inner-steps 5 --overlap-steps 2 --save-steps 6", of=of)
-    runs = []
-    for resume in (False, True):
-        diloco = globals()[name](given, folder, resume)
-        runs.append(torch.cat([local_shard(each).detach().flatten() for each in diloco.named_parameters().values()]))
-    assert torch.equal(*runs)
-    if name == "by_lightning":  # which overwrites a file, and then the states beside it
-        before, after = (folder / f"step={step}.ckpt.replicas" / "diloco" / f"replica-{rank}" for step in (6, 12))
-        shutil.rmtree(before)
-        shutil.copytree(after, before)
-        with pytest.raises(CheckpointError, match="states of step 12, but the checkpoint beside it is of step 6"):
-            by_lightning(given, folder, resume=True)
-    return diloco.rounds_committed, diloco.digest(), runs[0]
+    done = []
+    for train, port in zip(FRAMEWORKS, ports, strict=True):
+        os.environ["MASTER_PORT"], folder = str(port), top / train.__name__
+        of = "hf_trainer" if train is by_trainer else "accelerate_loop"
+        given = options(folder, "--steps 12 --inner-steps 5 --overlap-steps 2 --save-steps 6", of=of)
+        runs = []
+        for resume in (False, True):
+            diloco = train(given, folder, resume)
+            named = diloco.named_parameters().values()
+            runs.append(torch.cat([local_shard(each).detach().flatten() for each in named]))
+        assert torch.equal(*runs)
+        if train is by_lightning:  # which overwrites a file, and then the states beside it
+            before, after = (folder / f"step={step}.ckpt.replicas" / "diloco" / f"replica-{rank}" for step in (6, 12))
+            shutil.rmtree(before)
+            shutil.copytree(after, before)
+            with pytest.raises(CheckpointError, match="states of step 12, but the checkpoint beside it is of step 6"):
+                by_lightning(given, folder, resume=True)
+        done.append((diloco.rounds_committed, diloco.digest(), runs[0]))
+        dist.destroy_process_group()
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return done
 
 
-@pytest.mark.parametrize("name", ["by_accelerate", "by_lightning", "by_trainer"])
-def test_each_rank_is_a_replica(name: str, tmp_path: Path) -> None:
+def both_ranks(_: int, ports: list[int], top: Path) -> list[list[tuple[int, str, torch.Tensor]]]:
+    """Fork the second rank once the frameworks are imported, which takes longer than their training."""
+    imported = accelerate.Accelerator, pl.Trainer, transformers.Trainer
+    assert all(imported)
+    if (child := os.fork()) == 0:
+        torch.save(rank_of_two(1, ports, top), top / "second.pt")
+        os._exit(0)
+    first = rank_of_two(0, ports, top)
+    assert os.waitpid(child, 0)[1] == 0
+    return [first, torch.load(top / "second.pt")]
+
+
+def test_each_rank_is_a_replica(tmp_path: Path) -> None:
     with Processes() as processes:
-        processes.start(2, rank_of_two, name, free_port(), tmp_path)
-        (rounds, digest, local), (other_rounds, other_digest, other) = processes.results(timeout_s=180).values()
-    assert rounds == other_rounds == 2
-    assert digest == other_digest
-    assert not torch.equal(local, other)
+        processes.start(1, both_ranks, [free_port() for _ in FRAMEWORKS], tmp_path)
+        both = processes.results(timeout_s=180)[0]
+    for (rounds, digest, local), (other_rounds, other_digest, other) in zip(*both, strict=True):
+        assert rounds == other_rounds == 2
+        assert digest == other_digest
+        assert not torch.equal(local, other)

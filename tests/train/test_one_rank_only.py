@@ -1,5 +1,6 @@
 """Something happens on one rank of a replica alone. No other rank may wait for it where it does not communicate."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.trained import Sampling
 from diloco.transport import PeerTransport
-from tests.processes import Processes, free_port
+from tests.processes import Processes, free_port, report
 from tests.runs import SMALL, of_torchrun, write_text
 
 LIMIT_S = 60.0
@@ -53,32 +54,41 @@ EVENTS: dict[str, tuple[int, tuple[int, int], Act]] = {  # the rank, the exit co
     ),
     "an error in a save": (0, (1, 1), at_each_rename(mock.Mock(side_effect=RuntimeError("CUDA out of memory")))),
     "a lost connection in the last save": (0, (1, 1), at_each_rename(lose_connection)),
-    "other data": (1, (2, 2), lambda _: None),
     # the end of a document, which ends the sample
     "another token in a sample": (1, (0, 0), lambda patch: patch.setattr(Sampling, "draw", lambda *_: 256)),
+    "other data": (1, (2, 2), lambda _: None),  # at last: it leaves the process group open
 }
 """What happens on one rank alone."""
 
 
-def run_rank(position: int, event: str, data: Path, out: Path, ports: list[int]) -> int:
-    """Train as one of the two ranks of a replica, on one of which ``event`` happens."""
-    at, _, change = EVENTS[event]
-    if position == at and event == "other data":
-        out.parent.joinpath("other").mkdir()
-        data = write_text(out.parent / "other", seed=9)
-    words = f"train {SMALL} {data} --replicas 1 --transport tcp --replica-size 2 --replica 0 --monitor.console quiet"
-    os.environ |= of_torchrun(position, 2, ports[1])
-    if event == "another token in a sample":
-        words += " --evaluation.sample-prompts a --precision bfloat16"
-    with pytest.MonkeyPatch.context() as patch:
-        if position == at:
-            change(patch)
-        return main(f"{words} --join 127.0.0.1:{ports[0]} --out {out}".split())
+def run_rank(position: int, data: Path, folder: Path, ports: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """Train once for each event, as one of the two ranks of a replica, on one of which it happens."""
+    codes = {}
+    for number, (event, (at, _, change)) in enumerate(EVENTS.items()):
+        given = data
+        if position == at and event == "other data":
+            folder.joinpath("other").mkdir()
+            given = write_text(folder / "other", seed=9)
+        words = f"train {SMALL} {given} --replicas 1 --transport tcp --replica-size 2 --replica 0"
+        if event == "another token in a sample":
+            words += " --evaluation.sample-prompts a --precision bfloat16"
+        port, of_store = ports[event]
+        os.environ |= of_torchrun(position, 2, of_store)
+        with pytest.MonkeyPatch.context() as patch:
+            if position == at:
+                change(patch)
+            more = f"--join 127.0.0.1:{port} --out {folder / str(number)} --monitor.console quiet"
+            codes[event] = main(f"{words} {more}".split())
+        report(event)
+    return codes
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_all_ranks_end_alike(event: str, data: Path, tmp_path: Path) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_all_ranks_end_alike(data: Path, tmp_path: Path) -> None:
+    stores = {event: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for event in EVENTS}
     with Processes() as processes:
-        processes.start(2, run_rank, event, data, tmp_path / "run", [free_port(), store.port])
-        assert tuple(processes.results(timeout_s=LIMIT_S).values()) == EVENTS[event][1]
+        processes.start(2, run_rank, data, tmp_path, {event: (free_port(), stores[event].port) for event in EVENTS})
+        for event, rank in itertools.product(EVENTS, (0, 1)):
+            assert processes.next_report(rank, LIMIT_S) == event
+        both = processes.results(LIMIT_S).values()
+    for event, (_, expected, _) in EVENTS.items():
+        assert tuple(codes[event] for codes in both) == expected, event

@@ -60,13 +60,11 @@ class Interrupter(Listener):
 
 SAME = ["global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void", "epochs"]
 RESUMABLE = [
-    "--codec fp4 --sync.merge rebase",
-    "--codec int8 --error-feedback 1 --merge-alpha 0.5",
+    "--codec fp4 --sync.merge rebase --emulate.bandwidth 100kbit --emulate.latency 50ms --emulate.step-time 100ms",
+    "--codec int8 --error-feedback 1 --merge-alpha 0.5 --data.streaming --data.heldout-fraction 0.2",
     "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer sgd",
     "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--emulate.bandwidth 100kbit --emulate.latency 50ms --emulate.step-time 100ms",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
-    "--data.streaming --data.heldout-fraction 0.2",
 ]
 
 
