@@ -1,7 +1,6 @@
 """Folders from elsewhere: what a run, a checkpoint, a model or a tokenizer says chooses no code that runs here."""
 
 import ast
-import dataclasses
 import io
 import itertools
 import json
@@ -17,14 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
 from diloco.data import DataSettings, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ModelSettings, build_language_model, stored_tensors
 from diloco.plugins import call
-from tests.cli.runs import SMALL, refused
+from tests.cli.runs import SMALL, describe, refused, write_documents
 from tests.finetuning import write_base, write_tokenizer
 from tests.lazy import Lazy
 
@@ -56,9 +54,7 @@ def build(vocab_size):
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `nets.py` and the runs `native` and `own`, of a model that it builds, stopped before their end."""
     folder = tmp_path_factory.mktemp("given")
-    (folder / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
-    )
+    write_documents(folder)
     (folder / "nets.py").write_text(NETS.format(marker=folder / "ran"))
     (folder / "run.toml").write_text(SMALL)
     data = ["--data", str(folder / "text.jsonl"), "--stop-after", "4", "--out"]
@@ -91,13 +87,6 @@ def rename(run: Path, key: str, name: str) -> None:
         model = {"source": name, "arguments": touch if name == "os:system" else {}, "vocab_size": 257}
         if key == "model.source":
             describe(folder, model=model)
-
-
-def describe(checkpoint: Path, **about: object) -> None:
-    """Let a checkpoint describe another run."""
-    manifest = read_manifest(checkpoint)
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, dataclasses.replace(manifest, about={**manifest.about, **about}))
 
 
 def commands(run: Path) -> dict[str, list[str]]:
@@ -177,7 +166,7 @@ INVALID: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_a_manifest_with_an_invalid_value_is_refused_without_a_traceback(
     place: Path, capsys: pytest.CaptureFixture[str], command: str, about: dict[str, Any]
 ) -> None:
-    describe(open_checkpoint(place / "native").path, **about)
+    describe(place / "native", **about)
     arguments = (commands(place / "native") | {"status": ["status", str(place / "native")]})[command]
     assert "not valid" in refused(arguments, capsys, code=1)
 

@@ -1,7 +1,6 @@
 """User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
 import importlib
-import json
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ from diloco.config import plan_run
 from diloco.errors import ConfigurationError
 from diloco.plugins import absolute, call, find
 from diloco.train import identity, make_inner_optimizer, outline
-from tests.cli.runs import SMALL, read_json, refused
+from tests.cli.runs import SMALL, read_json, refused, write_documents
 from tests.command_lines import command_line, load_configuration
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-your-own.md"
@@ -30,9 +29,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory with the page's files, a text, and the settings of a small run."""
     for name, text in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
-    )
+    write_documents(tmp_path)
     (tmp_path / "run.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,12 +1,16 @@
 """The command line of a small run, and the error messages of commands."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 
 SMALL = """
@@ -44,6 +48,32 @@ every_steps = 0
 [monitor]
 console = "quiet"
 """
+
+
+def write_documents(folder: Path) -> None:
+    """Write ``text.jsonl``, the text of a small run."""
+    lines = (json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
+    (folder / "text.jsonl").write_text("".join(lines))
+
+
+def describe(run: Path, versions: Mapping[str, str] | None = None, **about: Any) -> None:
+    """Let the newest checkpoint of a run, or the one at this path, describe another run."""
+    folder = open_checkpoint(run).path
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    changed = dataclasses.replace(manifest, about={**manifest.about, **about})
+    write_manifest(folder, changed if versions is None else dataclasses.replace(changed, versions=versions))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond a kilobyte, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def train(files: Path, *flags: str) -> list[str]:

@@ -1,9 +1,7 @@
 """`diloco finetune`, and every command that reads its run: all of them reproduce the answers that it learned."""
 
-import dataclasses
 import io
 import json
-import resource
 import shlex
 import shutil
 import sys
@@ -14,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
+from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, to_toml, typed_values
 from diloco.trained import load_trained
+from tests.cli.runs import describe, full_disk
 from tests.finetuning import asked, write_base, write_records
 
 ANSWERS = {"red?": "rot", "blue?": "blau"}
@@ -96,12 +95,8 @@ def test_an_adapter_is_written_whole_or_not_at_all_and_replaces_only_an_export(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["export", place / "run", "--out", tmp_path / "adapter", "--to", "adapter"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # files can't grow, as on a full disk
-    try:
+    with full_disk():
         assert main([*map(str, words)]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "adapter can't be written: " in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
     output_of(capsys, *words)
@@ -117,11 +112,7 @@ def test_weights_that_were_quantised_during_training_are_merged_as_they_were(
 ) -> None:
     """Without bitsandbytes."""
     run = Path(shutil.copytree(place / "run", place / "quantised"))
-    checkpoint = open_checkpoint(run).path
-    manifest = read_manifest(checkpoint)
-    about = manifest.about | {"model": manifest.about["model"] | {"quantization": "nf4"}}
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, dataclasses.replace(manifest, about=about))
+    describe(run, model=open_checkpoint(run).about["model"] | {"quantization": "nf4"})
     said = output_of(capsys, "export", run, "--out", place / "unquantised", "--merge")
     assert "trained beside nf4 weights and merged into the original ones" in said
 

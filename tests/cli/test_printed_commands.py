@@ -34,8 +34,15 @@ def of_help() -> list[str]:
     return [each for each in commands if not ELSEWHERE.search(each) and each not in LONG]
 
 
+@pytest.fixture(scope="module")
+def exported(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "model"
+    assert main(["export", str(files / "run"), "--out", str(out)]) == 0
+    return out
+
+
 @pytest.fixture
-def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(files: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working directory, with what the examples name."""
     for name in ("runs/streaming-tiny", "runs/my $run"):
         shutil.copytree(files / "run", tmp_path / name)
@@ -48,7 +55,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.toml").write_text(SMALL)
     (tmp_path / "study.toml").write_text("[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [1, 2]\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "runs/streaming-tiny", "--out", "exported"]) == 0
+    shutil.copytree(exported, "exported")
     return tmp_path
 
 

@@ -1,6 +1,5 @@
 """Nothing that a command prints is obeyed by a terminal, whoever wrote it; a display's own sequences still work."""
 
-import dataclasses
 import io
 import logging
 import shutil
@@ -15,11 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from diloco import events
-from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.errors import DataError
 from diloco.monitor import LiveConsole
-from tests.cli.runs import train
+from tests.cli.runs import describe, train
 from tests.monitor.made_events import started
 
 CONTROLS = {
@@ -50,14 +48,6 @@ def run(files: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def describe(run: Path, **about: Any) -> None:
-    folder = open_checkpoint(run).path
-    manifest = read_manifest(folder)
-    (folder / "manifest.json").unlink()
-    changed = dataclasses.replace(manifest, about=manifest.about | about, versions={EVIL: EVIL})
-    write_manifest(folder, changed)
-
-
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     main([str(word) for word in words])
@@ -82,7 +72,7 @@ def test_control_characters_of_files_and_arguments_are_shown(
     run: Path, files: Path, capsys: pytest.CaptureFixture[str], saying: str
 ) -> None:
     about = {"algorithm": EVIL, EVIL: EVIL, "rounds_in_flight": [EVIL], "definition": {"architecture": EVIL}}
-    describe(run, **(about if saying == "a manifest" else {"model": {"source": f"{EVIL}.py:build"}}))
+    describe(run, {EVIL: EVIL}, **(about if saying == "a manifest" else {"model": {"source": f"{EVIL}.py:build"}}))
     said(capsys, *SAYING[saying](run, files))
 
 
@@ -130,7 +120,7 @@ def test_generated_text_is_shown_on_a_terminal_and_exact_in_a_file(
 
 
 def test_no_cell_of_a_table_poses_as_a_line_of_its_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    describe(run, algorithm="fine\nchecked  yes", **{"a\nb": "c"}, rounds_in_flight=["x\ny"])
+    describe(run, {EVIL: EVIL}, algorithm="fine\nchecked  yes", **{"a\nb": "c"}, rounds_in_flight=["x\ny"])
     assert main(["status", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if line.startswith(("checked", "b", "y"))]

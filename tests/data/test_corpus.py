@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from diloco.data import (
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
+from tests.cli.runs import full_disk
 from tests.finetuning import write_records
 from tests.runs import numbered, train
 
@@ -226,11 +226,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"tokenize --data {text} --data.heldout-fraction 0.2 --out {tmp_path / 'new' / 'tokens'}"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # files can't grow, as on a full disk
-    try:
+    with full_disk():
         assert main(flags.split()) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())

@@ -51,11 +51,12 @@ def swarm_of(*reports: PeerReport) -> FollowedSwarm:
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> None:
-    for name in [*(field.name for field in dataclasses.fields(event)), "time_s", "schema", "unknown"]:
-        for value in HOSTILE:
-            forged = line(event, **{name: value})
-            (run,) = shown(swarm_of(report(0, events=[forged, forged, *map(line, EVENTS), forged], next_event=9)))
-            assert len(str(run)) < 100_000
+    names = [*(field.name for field in dataclasses.fields(event)), "time_s", "schema", "unknown"]
+    for value in HOSTILE:
+        forged = [line(event, **{name: value}) for name in names]
+        (run,) = shown(swarm_of(report(0, events=[*forged, *forged, *map(line, EVENTS), *forged], next_event=9)))
+        assert len(str(run)) < 100_000
+    for name in names:
         write(tmp_path, [event], **{name: "Infinity"})
     shown(tmp_path)
     (run,) = shown(swarm_of(report(0, events.RunFinished(step=1, summary={"heldout_loss": True}))))
