@@ -153,13 +153,14 @@ def format_ratio(ratio: float) -> str:
 def format_duration(seconds: float) -> str:
     """Format seconds in their one or two largest units, in at most six characters below 100 days.
 
-    >>> [format_duration(seconds) for seconds in (0, 0.25, 8.34, 9.96, 59.7, 3599.6, 11_220, 187_000)]
-    ['0s', '250ms', '8.3s', '10s', '1m00s', '1h00m', '3h07m', '2d03h']
+    >>> [format_duration(seconds) for seconds in (0, 0.0002, 0.25, 8.34, 9.96, 59.7, 3599.6, 11_220, 187_000)]
+    ['0s', '200us', '250ms', '8.3s', '10s', '1m00s', '1h00m', '3h07m', '2d03h']
     """
     if not math.isfinite(seconds):
         return str(seconds)
-    if 0 < seconds < 0.9995:
-        return f"{1000 * seconds:.0f}ms"
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if 0 < scale * seconds < 999.5:
+            return f"{scale * seconds:.0f}{unit}"
     if 0 < seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)

@@ -80,7 +80,7 @@ class _ToStderr(logging.Handler):
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage(), record.levelname.lower())
+        say(self.format(record), record.levelname.lower())
 
 
 def say(words: str, level: str = "info", **fields: Any) -> None:
@@ -96,9 +96,10 @@ def say(words: str, level: str = "info", **fields: Any) -> None:
 
 
 def log_to_stderr(*, as_json: bool = False) -> None:
-    """Print reports of waits, and of what is left out of the data, as `say` does; ``as_json`` holds for both."""
+    """Print the warnings of this package, such as reports of waits, as `say` does; as JSON, also those of libraries."""
     _ToStderr.as_json = as_json
-    for logger in (LOGGER, logging.getLogger("diloco.data")):
+    logging.captureWarnings(as_json)
+    for logger in map(logging.getLogger, ("diloco", "py.warnings")):
         if not logger.handlers:
             logger.addHandler(_ToStderr())
 

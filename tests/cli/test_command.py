@@ -58,6 +58,7 @@ SIZE = "--parameters 7B --fragments 4"
         ("status", "give either the folder of a run or checkpoint, or --run and --join"),
         ("status folder --run a --join b", "give either the folder of a run or checkpoint, or --run and --join"),
         ("status --run a --join b --every 2s --json", "--every keeps the table of --run up to date, without --json"),
+        ("status --run a --join b --every 0s", "--every must be a finite number above 0"),
         ("status folder --secret-file x", "--secret-file is the secret of a swarm"),
         ("generate a --chat --json", "--chat can't be combined with --json"),
         ("generate a --system x", "--system needs --chat"),
@@ -65,6 +66,15 @@ SIZE = "--parameters 7B --fragments 4"
         ("export a --out b --push name", "--push name must be USER/NAME"),
         (f"plan {SIZE} --step-time 1s --bandwidth 500", "expected a number with kbit, Mbit, Gbit or Tbit"),
         (f"plan {SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "has 3 values: give one for all 4 replicas"),
+        (
+            f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --latency 0ms 1ms",
+            "--latency has 2 values: give one",
+        ),
+        (
+            f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --price-per-hour nan",
+            "price_per_hour must be a finite",
+        ),
+        (f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --price-per-gb -1", "of at least 0, got -1"),
         (f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --loss 100%", "--loss must be a percentage below 100"),
         (f"plan {SIZE} --target-utilization 95%", "it is now the table that plan prints"),
         ("plan --parameters 7B --step-time 1s --bandwidth 1Gbit", "num_fragments must be set"),

@@ -47,7 +47,7 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
     plan = read(f"--preset 1b --replicas 4 {LINK} --steps 1000 --data-parallel-steps 10 {prices}", capsys)
     own, start = plan["prediction"], plan["data_parallel"]
     assert plan["hours"] == pytest.approx((990 * own["step_s"] + 10 * start["step_s"]) / 3600)
-    sent = 990 * own["sent_bytes_per_step"] + 10 * start["sent_bytes_per_step"]
+    sent = 990 * own["mean_sent_bytes_per_step"] + 10 * start["mean_sent_bytes_per_step"]
     assert plan["sent_bytes_per_replica"] == pytest.approx(sent)
     assert plan["cost"] == pytest.approx(4 * (10 * plan["hours"] + 0.5 * sent / 1e9))
     assert main(["plan", *f"--preset 1b --replicas 4 {LINK} --steps 1000 {prices}".split()]) == 0
@@ -113,3 +113,15 @@ def test_the_memory_is_what_a_replica_keeps(
     num_bytes = sum(value.numel() * value.element_size() for value in kept if value is not None)
     assert plan["model"]["memory_bytes"] == num_bytes
     assert plan["model"]["trained"] == sum(parameter.numel() for parameter in trained)
+
+
+def test_a_slow_uplink_moves_what_is_sent_to_others_and_adds_nothing_to_its_price(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    same = "--congestion-control bbr --step-time 1s --price-per-gb 1 --sync.arguments.average.codec float32 --json"
+    alike, apart = (
+        read(f"{SIZE} --algorithm diloco --fragments 1 --bandwidth {rates} {same}", capsys)
+        for rates in ("1Gbit", "1Gbit 1Gbit 1Gbit 20Mbit")
+    )
+    assert apart["prediction"]["sent_bytes_per_step"] > 1.05 * alike["prediction"]["sent_bytes_per_step"]
+    assert apart["cost_of_sending"] == pytest.approx(alike["cost_of_sending"], rel=1e-6)

@@ -1,6 +1,7 @@
 """``diloco sweep``: a row belongs to the settings and files that it was run with, and a study is continued."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from diloco.checkpoint import lock_folder
 from diloco.cli import main
 from diloco.config import flatten
 from diloco.errors import ConfigurationError
-from diloco.sweep import places, read_study, run_all
+from diloco.events import json_ready
+from diloco.sweep import places, read_study, run_all, table
 from tests.cli.runs import SMALL
 
 POPEN = subprocess.Popen
@@ -193,6 +195,8 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
 @pytest.mark.parametrize(("text", "words"), [
     ("[bases]\nseed = 1", r"must have a table \[axes\].*got \[bases\]"),
     ("[axes]\nseed = 1", "seed must be a list of different values, got 1"),
+    ("[axes]\nseed = [1, 1]", "seed=1 and seed=1 are the same run"),
+    ('[axes]\nnetwork.silence = ["60s", "1min"]', "silence=60s and silence=1min are the same run"),
     ("[axes]\nsync.overlap_steps = [1, 90]", "overlap_steps=90: overlap_steps with inner_steps=10 must be"),
     ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
     ('[base]\nout = "x"\n[axes]\nseed = [1]', "out can't be given: each run needs its own"),
@@ -203,3 +207,19 @@ def test_study_that_can_not_be_run_is_refused(tmp_path: Path, text: str, words: 
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=words):
         read_study(tmp_path / "study.toml")
+
+
+def test_an_error_belongs_to_its_run_and_not_to_another_of_the_same_name(sweeps: Sweeps) -> None:
+    """Names have no characters that a folder may not have."""
+    (sweeps.folder / "a b.jsonl").write_bytes((sweeps.folder / "text.jsonl").read_bytes())
+    (sweeps.folder / "a,b.jsonl").write_text('{"text": "short"}\n')
+    places = [[str(sweeps.folder / name)] for name in ("a b.jsonl", "a,b.jsonl")]
+    changes = {f'paths = ["{sweeps.folder / "text.jsonl"}"]\n': "", "seed = [0]": f"data.paths = {json.dumps(places)}"}
+    rows = sweeps.sweep(changes)
+    assert [row["error"] == "" for row in rows] == [True, False]
+    assert rows[0]["run"] == rows[1]["run"]
+
+
+def test_a_run_that_has_diverged_has_the_highest_loss() -> None:
+    rows = [{"varied": {"seed": n}, "error": "", "heldout_loss": loss} for n, loss in enumerate((math.nan, 2.0))]
+    assert table([json_ready(row) for row in rows]).splitlines()[-1] == "| nan | 2.0000, nan | 2 |  |"

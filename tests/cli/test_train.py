@@ -9,6 +9,7 @@ import pytest
 
 from diloco.checkpoint import list_checkpoints, lock_folder
 from diloco.cli import main
+from diloco.config import parse_arguments
 from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
@@ -347,3 +348,15 @@ def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest
     assert "is not empty" in refused([*train(files), "--resume-or-start", str(files)], capsys)
     assert "Drop --out" in refused([*line[:-1], str(tmp_path / "new"), "--out", str(tmp_path / "other")], capsys)
     assert "both given" in refused([*line, "--resume", str(tmp_path / "run")], capsys)
+
+
+def test_the_processes_of_replicas_get_what_was_typed_with_places_after_dashes(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, commands = tmp_path / "run.toml", list[list[str]]()
+    file.write_text(f'[data]\npaths = ["{files / "text.jsonl"}"]\n')
+    monkeypatch.setattr("diloco.train.launch", lambda network, command, *_: commands.append(command(1, "h:1")) or 0)
+    words = ["train", "--transport", "tcp", "--replicas", "2", "--out", str(tmp_path / "out"), "--", str(file)]
+    assert main(words) == 0
+    line = parse_arguments(commands[0][1:])
+    assert (line.file, line.values["network.join"], line.values["network.replica"]) == (file, ("h:1",), 1)

@@ -123,9 +123,10 @@ def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    plan = plan_run(parse_arguments(["--data", "a", "~/b", "--init-from", "w", "--tokenizer", "tokenizer.json"]))
-    configuration = plan.configuration
+    words = "--data a ~/b --init-from w --tokenizer tokenizer.json --transport tcp --secret-file s"
+    configuration = plan_run(parse_arguments(words.split())).configuration
     assert configuration.data.paths == (str(tmp_path / "a"), str(tmp_path / "home" / "b"))
     assert configuration.train.init_from == tmp_path / "w"
+    assert configuration.network.secret_file == tmp_path / "s"
     assert configuration.data.tokenizer == str(tmp_path / "tokenizer.json")
     assert plan_run(parse_arguments([])).configuration.data.tokenizer == "bytes"

@@ -115,6 +115,12 @@ def test_an_entry_of_a_table_is_a_value_of_toml_or_a_text() -> None:
     assert entries == ["1979-05-27", "x y", (1, "a b"), {"a": 1}, True, 1000.0, "[INST]", -1, "1\nb = 2"]
 
 
+def test_a_table_and_its_entries_are_merged_in_any_order() -> None:
+    words = ["--optimizer.arguments.momentum=0.9", "--optimizer.arguments={nesterov = true}"]
+    for flags in (words, words[::-1]):
+        assert parse_arguments(flags).values == {"optimizer.arguments": {"momentum": 0.9, "nesterov": True}}
+
+
 @pytest.mark.parametrize("value", ["none", "None", "NONE"])
 def test_a_setting_is_taken_out_by_none_as_in_a_file(value: str) -> None:
     assert parse_arguments(["--fragments", value, "--optimizer.clip-norm", value]).values == {

@@ -2,8 +2,10 @@
 
 import io
 import json
+import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -112,6 +114,8 @@ def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.C
         sinks.handle(events.Lost(step=20, reason="replica 1 is gone."))
         sinks.handle(told(21, math.nan))
         say("a message of the command", "warning")
+        logging.getLogger("diloco.checkpoint.disk").warning("no locks")
+        warnings.showwarning("old", UserWarning, "library.py", 3)
     finally:
         log_to_stderr()
         sinks.close()
@@ -129,7 +133,7 @@ def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.C
         ("info", "RunFinished", 20),
         ("error", "Lost", 20),
         ("error", "StepFinished", 21),
-        ("warning", None, None),
+        *[("warning", None, None)] * 3,
     ]
     assert lines[3]["message"] == "loss 2.5000"
     assert {line.get("process") for line in lines} == {"heron", None}

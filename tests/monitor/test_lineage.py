@@ -43,6 +43,13 @@ def test_contributions_are_rebuilt_from_the_files_alone(run: Path) -> None:
     assert (run / "lineage.key").stat().st_mode & 0o777 == 0o600
 
 
+def test_replicas_whose_files_are_elsewhere_have_the_rest_of_the_weight(tmp_path: Path) -> None:
+    told(tmp_path, 0)
+    table, problems = verify_lineage(tmp_path)
+    assert [line.split()[-2:] for line in table.splitlines()[1:]] == [["75.00", "%"], ["25.00", "%"]]
+    assert problems == []
+
+
 def test_a_resumption_supersedes_what_followed_its_step(run: Path) -> None:
     for folder, replica in ((run, 0), (run / "replica-1", 1)):
         with (folder / "lineage.jsonl").open("ab") as file:

@@ -188,3 +188,24 @@ def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_reports_it(tm
     run = run_of(tmp_path, *rounds)
     assert [value for _, value in curve(run, "mean_norm", kind="outer")] == [0.0, 0.5, 5.5, 10.5, 15.5, 20.5]
     assert {value for _, value in curve(run, "spread", kind="outer")} == {None}
+
+
+def test_rounds_and_the_best_loss_of_a_run_that_goes_on_in_another_folder_count(tmp_path: Path) -> None:
+    begin = started(100, rounds_committed=40, rounds_void=2, best_heldout_loss=1.5)
+    header = shown(write(tmp_path, [begin, step(101), committed(0, 0, 10, step=110), evaluated(110, 2.0)]))[0]["header"]
+    assert (header["merged"], header["void"], header["best_heldout_loss"]) == (41, 2, 1.5)
+
+
+def test_rounds_count_once_if_a_run_goes_back_further_than_the_grid_reaches(tmp_path: Path) -> None:
+    before = [committed(0, 0, number, step=number + 1) for number in range(200)]
+    followed = FollowedFolder(write(tmp_path, [started(), *before]))
+    assert shown(followed)[0]["header"]["merged"] == 200
+    write(tmp_path, [started(100, rounds_committed=100), committed(0, 0, 100, step=101)])
+    assert shown(followed)[0]["header"]["merged"] == 101
+
+
+def test_folder_of_a_machine_that_has_only_some_replicas(tmp_path: Path) -> None:
+    write(tmp_path / "replica-1", [started(), step(1)])
+    (tmp_path / "replica-1" / "config.toml").write_text("seed = 2")
+    (run,) = shown(tmp_path)
+    assert (run["header"]["step"], run["settings"], [*run["lines"]]) == (1, {"seed": "2"}, ["replica 1"])

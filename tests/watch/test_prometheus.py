@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -89,6 +90,18 @@ def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
     assert {name: found.get(f"diloco_{name}") for name in expected} == expected
     assert found["diloco_train_loss_nats"] != found["diloco_train_loss_nats"], "NaN"
     assert abs(time.time() - found["diloco_checkpoint_timestamp_seconds"]) < 600
+
+
+def test_a_name_that_is_not_utf8_and_the_waits_of_several_replicas() -> None:
+    with closing(PrometheusSink("127.0.0.1", 0, os.fsdecode(b"run\xff"))) as sink:
+        for replica in (0, 1):
+            sink.handle(committed(replica, 0, 1, wait_s=1.5))
+        sink.handle(step(1))
+        while values(sink.metrics().decode())["diloco_step"] < 1:
+            pass
+        found = values(sink.metrics().decode())
+    assert found["diloco_wait_seconds_total"] == 1.5
+    assert any(r"run\\udcff" in name for name in found)
 
 
 def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, monkeypatch: pytest.MonkeyPatch) -> None:

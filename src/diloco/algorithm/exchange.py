@@ -213,13 +213,13 @@ def _scatter(codec: Codec, mean: Codec, shards: tuple[tuple[int, int], ...], ext
     others = len(shards) - 1
     payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
     means = [mean.payload_bytes(stop - start) for start, stop in shards]
-    both = list(zip(payloads, means, strict=True))
+    both, all_payloads, all_means = list(zip(payloads, means, strict=True)), sum(payloads), sum(means)
     return Exchange(
         "reduce-scatter",
         shards,
         mean,
-        sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
-        received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
+        sent=tuple(all_payloads - payload + others * (encoded + extra_bytes) for payload, encoded in both),
+        received=tuple(others * (payload + extra_bytes) + all_means - encoded for payload, encoded in both),
     )
 
 

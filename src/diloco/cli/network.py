@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from msgspec import Meta
 from tyro.conf import Positional, arg
 
 from diloco.cli.status import SwarmOptions
@@ -41,7 +42,7 @@ class DoctorOptions:
     """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
     size: Annotated[str, arg(metavar="SIZE")] = "10MB"
     """How much to transfer in each direction, 100kB to 64MB."""
-    timeout: Duration = 10.0
+    timeout: Annotated[Duration, Meta(gt=0)] = 10.0
     """How long each step of the check may take. Default: 10s."""
     secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""

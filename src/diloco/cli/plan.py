@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
 
 from diloco.algorithm import SyncSettings
 from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
@@ -67,9 +69,9 @@ class PlanSettings(Configuration):
     """TCP congestion control of the senders; see `sysctl net.ipv4.tcp_congestion_control`."""
     loss: str = "0%"
     """Packet loss of the links, in per cent."""
-    price_per_hour: float = 0.0
+    price_per_hour: Annotated[float, Meta(ge=0)] = 0.0
     """Price of one hour of one replica, such as 3.7, in any currency."""
-    price_per_gb: float = 0.0
+    price_per_gb: Annotated[float, Meta(ge=0)] = 0.0
     """Price of sending 10^9 bytes (egress), such as 0.08."""
     json: bool = False
     """Print one JSON object."""
@@ -132,7 +134,7 @@ def _record(
     own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
     start, steps = settings.train.data_parallel_steps, settings.train.steps
     hours = (start * baseline.step_s + (steps - start) * own.step_s) / 3600
-    sent_bytes = start * baseline.sent_bytes_per_step + (steps - start) * own.sent_bytes_per_step
+    sent_bytes = start * baseline.mean_sent_bytes_per_step + (steps - start) * own.mean_sent_bytes_per_step
     machines, sending = options.price_per_hour * hours, options.price_per_gb * sent_bytes / 1e9
     return {
         "model": model,
@@ -164,8 +166,9 @@ def _site(options: PlanSettings, settings: Configuration) -> Site:
         conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
-        if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
-            problem = f"has {len(values) or 'no'} values" if all(values) else "has a value that is not above 0"
+        is_zero = flag != "--latency" and not all(values)
+        if len(values) not in (1, replicas) or is_zero:
+            problem = "has a value that is not above 0" if is_zero else f"has {len(values) or 'no'} values"
             ways = f"one for all {replicas} replicas or one for each, such as {example}"
             raise ConfigurationError(f"{flag} {problem}: give {ways}.")
         return values * (replicas // len(values))

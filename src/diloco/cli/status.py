@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from tyro.conf import Positional, arg
 
 from diloco.config import parse_options
@@ -69,7 +70,7 @@ class StatusOptions(SwarmOptions):
 
     folder: Annotated[Positional[Path | None], arg(metavar="[RUN]")] = None
     """A run folder (its latest checkpoint) or a checkpoint."""
-    every: Duration | None = None
+    every: Annotated[Duration | None, Meta(gt=0)] = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
     verify: bool = False
     """Check the signed lines of --sinks lineage in RUN and its replica-N, and show who contributed what."""
@@ -235,7 +236,7 @@ class WatchOptions(SwarmOptions):
     """Address to listen at. The printed address holds a token, without which nothing is shown."""
     port: int | None = None
     """Port to listen at. Default: 8500, or the next free one."""
-    every: Duration = 2.0
+    every: Annotated[Duration, Meta(gt=0)] = 2.0
     """Time between two reads of the folders and two queries to the peers. Default: 2s."""
 
 

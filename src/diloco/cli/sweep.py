@@ -48,8 +48,8 @@ def run_sweep(arguments: Sequence[str]) -> int:
     def save() -> str:
         rows = []
         for each in runs:
-            if (summary := each.summary(folder)) or each.name in errors:
-                about = {"run": each.name, "varied": each.varied, "error": errors.get(each.name, "")}
+            if (summary := each.summary(folder)) or each.plan.record in errors:
+                about = {"run": each.name, "varied": each.varied, "error": errors.get(each.plan.record, "")}
                 rows.append(json_ready(about | {"settings": flatten(each.plan.configuration)} | (summary or {})))
         write_whole(given.out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         write_whole(given.out / "table.md", table(rows) + "\n")
@@ -65,7 +65,7 @@ def run_sweep(arguments: Sequence[str]) -> int:
         for each, error in run_all(rest, folder, places(given.jobs), lock):
             print(f"  {'start ' if error is None else 'failed' if error else 'done  '} {each.name}", flush=True)
             if error is not None:
-                errors[each.name] = error
+                errors[each.plan.record] = error
                 save()
         print(save())
     return 1 if any(errors.values()) else 0

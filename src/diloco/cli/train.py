@@ -207,6 +207,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
 
 def run_line(line: CommandLine, typed: Sequence[str]) -> int:
     """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
+    log_to_stderr(as_json=line.values.get("monitor.console") == "json")
     plan = plan_run(line)
     settings = plan.configuration
     log_to_stderr(as_json=settings.monitor.console == "json")
@@ -237,9 +238,11 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
                 from diloco.train import launch
 
                 out = [] if "out" in line.values or plan.source is not None else ["--out", str(folder)]
-                words = [*typed, *out]
                 code = launch(
-                    settings.network, lambda m, at: [*words, "--replica", str(m), "--join", str(at)], say, lock
+                    settings.network,  # only places may follow what is typed
+                    lambda m, at: [typed[0], "--join", str(at), "--replica", str(m), *out, *typed[1:]],
+                    say,
+                    lock,
                 )
             else:
                 code = _train(plan, folder)

@@ -58,9 +58,6 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
     >>> compose(parse_arguments(["--replicas", "2", "--inner-steps", "25"])).sync.inner_steps
     25
-
-    Raises:
-        ConfigurationError: for an unknown flag, or a value of the wrong type.
     """
     shown = flatten(Configuration()) | preset_values(DEFAULT_PRESET)
     return parse_flags(Configuration, "train", DESCRIPTION, arguments, shown=shown)
@@ -71,10 +68,6 @@ def compose(line: CommandLine) -> Configuration:
 
     A model from a source replaces the model of the preset. If the source is a transformers folder with a tokeniser and
     none is given, that tokeniser is used.
-
-    Raises:
-        ConfigurationError: for an unknown key or preset, a value of the wrong type or out of range, or a size of the
-            native decoder together with a source.
     """
     in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
     asked = in_file | line.values
@@ -118,9 +111,6 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
     200
     >>> preset_values("tiny", {"train.steps": 30})["optimizer.warmup_steps"]
     7
-
-    Raises:
-        ConfigurationError: for an unknown name.
     """
     preset = None if name == FINETUNE else get_preset(name)
     tables = read_tables(Path(__file__).with_name("presets.toml"))

@@ -167,7 +167,7 @@ def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Va
             elif key:
                 before = values.get(key.name, ()) if key.is_list else ()
                 value = _value(key, flag, texts, words)
-                values[key.name] = (*before, *value) if before else value
+                values[key.name] = (*before, *value) if before else merge(values.get(key.name), value)
         elif gone := replacement(flag, command):
             raise ConfigurationError(f"there is no flag {flag} any more: {gone}")
         else:

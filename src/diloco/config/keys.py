@@ -134,12 +134,7 @@ def flatten(settings: Any) -> Values:
 
 
 def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
-    """Return the settings with ``values``, and the defaults for all other keys.
-
-    Raises:
-        ConfigurationError: for an unknown key, and from the settings' own checks.
-    """
-
+    """Return the settings with ``values``, and the defaults for all other keys."""
     known = keys_of(settings_type)
     arguments: dict[str, Any] = {}
     sections: dict[str, Values] = {}
@@ -228,20 +223,12 @@ UNSET = "none"  # stands for null, which TOML lacks, in optional settings other 
 
 
 def read_toml(path: Path, settings_type: type) -> Values:
-    """Return the keys that a TOML file sets, converted to the types of ``settings_type``.
-
-    Raises:
-        ConfigurationError: if the file can't be read or is not TOML, a key is unknown, or a value has the wrong type.
-    """
+    """Return the keys that a TOML file sets, converted to the types of ``settings_type``."""
     return typed_values(read_tables(path), settings_type, str(path))
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML file without conversion.
-
-    Raises:
-        ConfigurationError: if the file can't be read or is not TOML.
-    """
+    """Return the contents of a TOML file without conversion."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except OSError as error:

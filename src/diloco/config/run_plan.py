@@ -56,11 +56,7 @@ class RunPlan:
 
 
 def plan_run(line: CommandLine) -> RunPlan:
-    """Return the plan for a command line. This function reads files but writes none.
-
-    Raises:
-        ConfigurationError: if the settings are invalid.
-    """
+    """Return the plan for a command line. This function reads files but writes none."""
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
         return _plan_resumed(line, Path(resume))
@@ -201,8 +197,9 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
     values |= {key: absolute(values[key]) for key in _CODE_KEYS if values[key] is not None}
     if values["checkpoint.mirror"] is not None and "://" not in values["checkpoint.mirror"]:
         values["checkpoint.mirror"] = os.path.abspath(os.path.expanduser(values["checkpoint.mirror"]))
-    if values["train.init_from"] is not None:
-        values["train.init_from"] = Path(os.path.abspath(values["train.init_from"].expanduser()))
+    for key in ("train.init_from", "network.secret_file"):
+        if values[key] is not None:
+            values[key] = Path(os.path.abspath(values[key].expanduser()))
     place = Path(configuration.model.place).expanduser()
     if configuration.model.kind == "module":
         values["model.source"] = absolute(values["model.source"])

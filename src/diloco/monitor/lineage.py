@@ -148,10 +148,11 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
                 problems.append(f"{about}: the replicas differ about the {name}.")
         first = next(iter(entries.values()))
         total, weights = first["total_weight"], {each: entries[each]["weight"] for each in entries}
-        for replica in first["contributors"]:
-            counted[replica].append(weights.get(replica, 0.0) / total)
         known = [weights[each] for each in first["contributors"] if each in weights]
-        if len(known) == len(first["contributors"]) and abs(sum(known) / total - 1) > 1e-6:
+        unknown = len(first["contributors"]) - len(known)  # such as those on other machines: they share the rest
+        for replica in first["contributors"]:
+            counted[replica].append(weights.get(replica, (total - sum(known)) / max(1, unknown)) / total)
+        if not unknown and abs(sum(known) / total - 1) > 1e-6:
             problems.append(f"{about}: the weights are {known}, but the mean was divided by {total}.")
     rows = [
         [str(replica), keys.get(replica, "-")[:16], str(len(shares)), f"{100 * sum(shares) / len(told):.2f} %"]

@@ -37,6 +37,7 @@ class Prediction:
     ideal_utilization: float  # the same without overheads, as on emulated links
     step_s: float  # wall time of an inner step of the slowest replica
     sent_bytes_per_step: float  # of the replica that sends most
+    mean_sent_bytes_per_step: float  # over replicas
     longest_wait_s: float
     fragments: tuple[FragmentCost, ...]
 
@@ -65,6 +66,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
         ideal_utilization=ideal.compute_utilization,
         step_s=typical.wall_s / typical.steps,
         sent_bytes_per_step=float(typical.sent_bytes.max()) / typical.steps,
+        mean_sent_bytes_per_step=float(typical.sent_bytes.mean()) / typical.steps,
         longest_wait_s=max(float(each.waited_s.max()) for each in typical.merged),
         fragments=tuple(
             FragmentCost(

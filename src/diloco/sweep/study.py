@@ -4,6 +4,7 @@ import glob
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -99,9 +100,14 @@ def read_study(path: Path) -> list[Run]:
         )
     base, axes = dict(_leaves(tables.get("base", {}))), dict(_leaves(tables["axes"]))
     for names, points in axes.items():
-        if not isinstance(points, list) or not points or len({*map(repr, points)}) < len(points):
+        if not isinstance(points, list) or not points:
             raise ConfigurationError(f"{path}, [axes]: {names} must be a list of different values, got {points!r}.")
-    return [_run(path, base, dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
+    runs = [_run(path, base, dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
+    first = dict[str, Run]()
+    for run in runs:  # also of points that are written differently, such as 60s and 1min
+        if (same := first.setdefault(run.plan.record, run)) is not run:
+            raise ConfigurationError(f"{path}, [axes]: {same.name} and {run.name} are the same run. Leave one out.")
+    return runs
 
 
 def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
@@ -226,8 +232,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = [*keys, "held-out loss", "lowest, highest", "runs", "failed"]
     lines = [header, ["---"] * len(header)]
     for point, alike in points.items():
-        losses = [row["heldout_loss"] for row in alike if not row["error"] and row["heldout_loss"] is not None]
-        shown = [f"{statistics.fmean(losses):.4f}", f"{min(losses):.4f}, {max(losses):.4f}"] if losses else ["", ""]
+        known = [float(row["heldout_loss"]) for row in alike if not row["error"] and row["heldout_loss"] is not None]
+        losses = sorted(known, key=lambda loss: (math.isnan(loss), loss))  # a run that has diverged has the highest
+        shown = [f"{statistics.fmean(losses):.4f}", f"{losses[0]:.4f}, {losses[-1]:.4f}"] if losses else ["", ""]
         lines.append([*point, *shown, str(len(alike)), next((row["error"] for row in alike if row["error"]), "")])
     cells = ([cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -18,7 +18,7 @@ from diloco.events import SCHEMA_VERSION, TELEMETRY, Event
 from diloco.transport import PeerReport, Status, absences
 from diloco.watch.history import Record, RunHistory, Seen
 
-_METRICS = "metrics.jsonl"
+_METRICS, _CONFIG = "metrics.jsonl", "config.toml"
 _MAX_VALUE = 200  # characters of a setting
 _MAX_SETTINGS = 1 << 20  # bytes of config.toml
 _MAX_PEERS = 1_024
@@ -124,7 +124,8 @@ class FollowedFolder:
     def __init__(self, folder: Path) -> None:
         if not os.path.exists(folder):
             raise ConfigurationError(f"{folder} does not exist. Give the folder of a run.")
-        if not any(os.path.exists(folder / name) for name in (_METRICS, "config.toml")):
+        places = (folder, *folder.glob("replica-*"))  # a machine may have only some of the replicas
+        if not any(os.path.exists(place / name) for place in places for name in (_METRICS, _CONFIG)):
             raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
         self._forget()
@@ -152,7 +153,8 @@ class FollowedFolder:
             self.run.problems = [f"{self.run.where} can't be read: {type(error).__name__}: {error}"]
             return False
         self.run.problems = [problem for tail in self._tails.values() for problem in tail.problems]
-        self.run.settings = self.run.settings or dict(_settings(self._folder / "config.toml"))
+        settings = (dict(_settings(tail.path.with_name(_CONFIG))) for tail in self._tails.values())
+        self.run.settings = self.run.settings or next(filter(None, settings), {})
         self.run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
         return self.run.behind_bytes > 0
 

@@ -291,9 +291,7 @@ class ProcessHistory:
                 if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
                     self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in events.TELEMETRY]
                     by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
-                    known = [
-                        [each for each in values if each is not None and math.isfinite(each)] for values in by_name
-                    ]
+                    known = [[one for one in values if one is not None and math.isfinite(one)] for values in by_name]
                     if any(known):
                         self.outer.add(place, [sum(each) / len(each) if each else None for each in known])
             case events.SampleGenerated():
@@ -407,6 +405,9 @@ class RunHistory:
             case events.RunStarted() as event:
                 if event.step < before:
                     self.grid.forget({each for each, of in self._reporters.items() if of == name}, event.step)
+                if self.trusted and len(self.processes) == 1 and event.rounds_committed + event.rounds_void:
+                    # also those of another log, and without those superseded that the grid no longer has
+                    self.grid.merged, self.grid.void = event.rounds_committed, event.rounds_void
                 self._expect()
 
     def _expect(self) -> None:

@@ -199,7 +199,8 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     summary = process.finished.summary if process.finished else {}
     recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if rows else {}
     evaluations = [row[3] for each in run.evaluated[:1] for row in each.evaluations.rows()]
-    lows = [row[4] for each in run.evaluated for row in each.evaluations.rows() if row[4] is not None]
+    lows = [row[4] for each in run.evaluated for row in each.evaluations.rows()]
+    lows += [started.best_heldout_loss] if started else []
     total, per_step = (started.total_steps, started.data_parallel_bytes_per_step) if started else (None, None)
     return {
         "state": "silent" if is_silent and not (process.interrupted or process.finished) else _state(process),
@@ -215,7 +216,7 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "compute_utilization": last.compute_utilization if last else None,
         **{name: recent.get(name) for name in ("tokens_per_s", "mfu", "loss")},
         "heldout_loss": evaluations[-1] if evaluations else _number(summary.get("heldout_loss")),
-        "best_heldout_loss": min(lows, default=None),
+        "best_heldout_loss": min((low for low in lows if low is not None), default=None),
         "sent_bytes": _number(summary.get("sent_bytes_per_replica", last.sent_bytes if last else None)),
         "data_parallel_bytes": _number(summary.get("data_parallel_bytes_per_replica", per_step and per_step * step)),
         "merged": run.grid.merged if run.grid.newest else None,

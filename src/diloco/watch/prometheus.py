@@ -18,6 +18,7 @@ from typing import Any
 
 from diloco import __version__, events
 from diloco.errors import ConfigurationError, from_extra
+from diloco.units import visible
 from diloco.waiting import in_thread, waits
 from diloco.watch.history import RunHistory
 from diloco.watch.page_data import SILENT_S, alerts
@@ -48,11 +49,10 @@ class PrometheusSink:
             from prometheus_client import core, generate_latest
         self._core, self._generate = core, generate_latest
         self._events: SimpleQueue[tuple[events.Event, float] | None] = SimpleQueue()
-        self._run, self._lock = RunHistory(run, ""), threading.Lock()
+        self._run, self._lock = RunHistory(visible(run), ""), threading.Lock()
         self._peers: Mapping[str, tuple[int, int, float]] = {}
         self._late_s: Mapping[str, float] = {}
-        self._waited_s = 0.0
-        self._rounds_before = 0, 0  # committed and void, before this start
+        self._waits_s: dict[int, float] = {}  # by replica
         self._lost, self._heard_s = "", time.monotonic()
         self._saved_s: float | None = None
         self.made = -math.inf, b""  # when the figures were made, and they
@@ -86,8 +86,6 @@ class PrometheusSink:
         self._run.take("", (event, time_s))
         self._heard_s = time.monotonic()
         match event:
-            case events.RunStarted():
-                self._rounds_before = event.rounds_committed, event.rounds_void
             case events.Lost():
                 self._lost = event.reason
             case events.StepFinished():
@@ -95,7 +93,7 @@ class PrometheusSink:
                 if event.step % 64 == 0:  # else a run that nobody asks would keep all rounds
                     self._run.grid.prune()
             case events.RoundCommitted():
-                self._waited_s += event.wait_s
+                self._waits_s[event.replica] = self._waits_s.get(event.replica, 0.0) + event.wait_s
                 self._peers = event.peers
                 self._late_s = dict(zip(map(str, event.contributors), event.late_s, strict=False))
             case events.CheckpointSaved():
@@ -164,11 +162,10 @@ class PrometheusSink:
         yield counter("tokens", "Tokens trained by all replicas.", {(): getattr(last, "tokens", None)})
         totals = {("sent",): getattr(last, "sent_bytes", None), ("received",): getattr(last, "received_bytes", None)}
         yield counter("payload_bytes", "Payload bytes of this replica.", totals, ("direction",))
-        outcomes = {("committed",): grid.merged, ("void",): grid.void}
-        before = dict(zip(outcomes, self._rounds_before, strict=True))
-        rounds = {key: value + before[key] for key, value in outcomes.items()}
+        rounds = {("committed",): grid.merged, ("void",): grid.void}
         yield counter("rounds", "Rounds by outcome.", rounds, ("outcome",))
-        yield counter("wait_seconds", "Time spent waiting for means.", {(): self._waited_s})
+        words = "Time spent waiting for means, by the replica of this process that waited most."
+        yield counter("wait_seconds", words, {(): max(self._waits_s.values(), default=0.0)})
         by_peer = {(peer, "sent"): of[0] for peer, of in self._peers.items()}
         by_peer |= {(peer, "received"): of[1] for peer, of in self._peers.items()}
         words = "Bytes on the wire of the current connection to a peer."

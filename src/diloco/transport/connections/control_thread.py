@@ -202,7 +202,7 @@ class ControlThread:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         who = "this process" if self.rank < 0 else f"rank {self.rank}"
         self.fault = f"{who} has ended all connections after an internal error ({what}). Please report it."
-        logging.getLogger(__name__).error("diloco: %s", self.fault, exc_info=error)
+        logging.getLogger(__name__).error("%s", self.fault, exc_info=error)
         self._failing = self.loop.create_task(self.end())
         self.on_fault()
 
@@ -259,7 +259,7 @@ class ControlThread:
         text = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ended = isinstance(error, (ssl.SSLError, ConnectionError))  # a connection, whose owner has been told
         level = logging.DEBUG if self._closing or ended else logging.WARNING
-        logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", text)
+        logging.getLogger(__name__).log(level, "a task of the connections failed: %s", text)
         logging.getLogger(__name__).debug("its traceback", exc_info=error)
 
     def _run(self) -> None:

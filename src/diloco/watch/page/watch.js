@@ -30,6 +30,7 @@ const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const loss = (value) => value.toFixed(4);
 const short = (value) => String(Number(value.toPrecision(3)));
 function duration(seconds) {
+  if (seconds > 0 && seconds < 0.0009995) return `${Math.round(1e6 * seconds)} us`;
   if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   const all = Math.round(seconds);
