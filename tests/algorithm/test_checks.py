@@ -66,7 +66,7 @@ def test_components_take_what_is_offered_and_fits_and_all_of_their_arguments() -
     assert make_codec("fp4", block_size=64).parameters() == {"block_size": 64}
     outer = OUTER_OPTIMIZERS.make("nesterov", learning_rate=0.5, momentum=0.3, betas=(0, 0))
     assert outer == Nesterov(learning_rate=0.5, momentum=0.3)
-    assert MERGE_RULES.make("alpha", {"alpha": 0.5}, alpha=0.25) == AlphaMerge(0.5)
+    assert MERGE_RULES.make("alpha", {"alpha": 0.5}) == MERGE_RULES.make("alpha", alpha=0.5) == AlphaMerge(0.5)
     assert (AVERAGES.make("mean"), AVERAGES.make("senders")) == (None, SendersMean())
 
 
@@ -77,6 +77,7 @@ def test_components_take_what_is_offered_and_fits_and_all_of_their_arguments() -
         (lambda: make_codec("fp4", blok_size=64), r"no parameter 'blok_size'; did you mean 'block_size'\?"),
         (lambda: make_codec("float16", block_size=64), "'float16' has no parameter 'block_size'; it has none"),
         (lambda: OUTER_OPTIMIZERS.make("sgd", {"momentum": 0.9}), "outer optimizer 'sgd' has no parameter 'momentum'"),
+        (lambda: MERGE_RULES.make("alpha", {"alpha": 0.5}, alpha=0.25), "no parameter 'alpha'; set sync.merge_alpha"),
         (lambda: MERGE_RULES.check("rebased"), "'rebased'; did you mean 'rebase'.* as module:Class or FILE"),
     ],
 )

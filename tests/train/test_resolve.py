@@ -163,6 +163,41 @@ def test_what_two_runs_do_not_have_in_common_is_named() -> None:
         assert diff(base, other, "this", "that").startswith(f"this has {name} = ")
 
 
+NESTEROV = "The outer optimizer 'nesterov' has no parameter"
+MISPLACED: list[tuple[dict[str, Any], str]] = [
+    # the message names what the table may have, not what has settings of its own
+    ({"outer": {"isotropik": True}}, f"{NESTEROV} 'isotropik'; did you mean 'isotropic'"),
+    ({"outer": {"rate": 1}}, "use one of: final_ratio, isotropic, momentum_warmup, schedule"),
+    ({"average": {"maxnorm": 1}}, "The average 'mean' has no parameter 'maxnorm'; did you mean 'max_norm'"),
+    # these overrode what the run prints, or were ignored
+    ({"outer": {"learning_rate": 0.1}}, f"{NESTEROV} 'learning_rate'; set sync.outer_learning_rate"),
+    ({"outer": {"momentum": 0.1, "momentum_warmup": 5}}, f"{NESTEROV} 'momentum'; set sync.outer_momentum"),
+    ({"outer": {"final_ratio": 7}}, "sync.arguments.outer.final_ratio must be a number from 0 to 1, got 7"),
+    # these named values that other settings have
+    ({"outer": {"schedule": "wsd"}}, "sync.arguments.outer.schedule='wsd' is unknown; .* constant, cosine, linear"),
+    ({"outer": {"momentum_warmup": 0.5}}, "sync.arguments.outer.momentum_warmup must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISPLACED)
+def test_an_argument_that_a_component_does_not_take_is_refused_by_its_name(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        outer_components(SyncSettings(arguments=arguments))
+
+
+def test_sgd_has_no_momentum_that_could_warm_up() -> None:
+    settings = SyncSettings(outer="sgd", arguments={"outer": {"momentum_warmup": 3}})
+    with pytest.raises(ConfigurationError, match=r"'sgd' has no parameter 'momentum_warmup'; use one of: final_ratio"):
+        outer_components(settings)
+
+
+def test_a_codec_of_means_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="There is no codec 3; use one of"):
+        resolved(sync__arguments__average__codec=3)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "linear"), ("nesterov", "cosine")])
 def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(name: str, kind: str) -> None:
     """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""

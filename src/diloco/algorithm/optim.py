@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import xxhash
 from torch import Tensor
 
-from diloco.algorithm.checks import check_number
+from diloco.algorithm.checks import check_choice, check_number, check_whole
 from diloco.algorithm.codec.base import in_pieces
+from diloco.algorithm.schedule import ValueSchedule
 from diloco.devices import to_host
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
@@ -108,6 +109,35 @@ class Nesterov:
             velocity.mul_(momentum).add_(delta)
             theta.sub_(velocity.mul(momentum).add_(delta).mul_(learning_rate))
         state.step += 1
+
+
+def nesterov(
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    outer_steps: int = 1,
+    schedule: Any = "constant",
+    final_ratio: float = 0.0,
+    momentum_warmup: int = 0,
+) -> Nesterov:
+    """Return `Nesterov` as settings describe it; its schedules span ``outer_steps``."""
+    warmup = check_whole("sync.arguments.outer.momentum_warmup", momentum_warmup, 0)
+    rising = ValueSchedule(peak=momentum, warmup_steps=warmup) if warmup else momentum
+    return Nesterov(learning_rate=_scheduled(learning_rate, outer_steps, schedule, final_ratio), momentum=rising)
+
+
+def sgd(
+    learning_rate: float = 1.0, outer_steps: int = 1, schedule: Any = "constant", final_ratio: float = 0.0
+) -> Sgd:
+    """Return `Sgd` as settings describe it; its schedule spans ``outer_steps``."""
+    return Sgd(learning_rate=_scheduled(learning_rate, outer_steps, schedule, final_ratio))
+
+
+def _scheduled(rate: float, outer_steps: int, kind: Any, final_ratio: float) -> ScalarSchedule:
+    check_choice("sync.arguments.outer.schedule", kind, ("constant", "linear", "cosine"))
+    check_number("sync.arguments.outer.final_ratio", final_ratio, ge=0, le=1)
+    if kind == "constant":
+        return rate
+    return ValueSchedule(peak=rate, kind=kind, total_steps=outer_steps, final_ratio=final_ratio)
 
 
 @runtime_checkable

@@ -39,6 +39,7 @@ class Registry:
     key: str  # the setting that names one
     base: str  # ``file:Class`` in this package that they are instances of, or whose methods they have
     known: Mapping[str, str]  # name -> ``file:Class`` in this package
+    also: tuple[str, ...] = ()  # entries of its table of arguments that the component does not get
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,29 +49,33 @@ class Registry:
         """Raise `ConfigurationError` if ``name`` is neither known nor written as code of your own, ``module:Class``."""
         if name not in self.known and not is_own(name):
             raise ConfigurationError(
-                f"There is no {self.kind} {name!r}; {nearest(name, self.known)} Name your own as module:Class or "
+                f"There is no {self.kind} {name!r}; {nearest(str(name), self.known)} Name your own as module:Class or "
                 "FILE.py:Class."
             )
 
     def make(self, name: str, arguments: Mapping[str, Any] | None = None, **offered: Any) -> Any:
         """Make the component that is known as ``name``, or the user's own if it is ``module:Class``.
 
-        It must take all ``arguments``; of those ``offered`` it gets what it takes.
+        It must take all ``arguments`` but those in `also`; of those ``offered``, which have settings of their own, it
+        gets what it takes.
 
         Raises:
             ConfigurationError: if a name or value is invalid. The message has the nearest name or the valid values.
         """
         self.check(name)
-        arguments = arguments or {}
+        arguments = {key: value for key, value in (arguments or {}).items() if key not in self.also}
         if is_own(name):
             return call(self.key, name, kind=_load(self.base), arguments=arguments, offered=offered)
         make = _load(self.known[name])
-        known = list(inspect.signature(make).parameters)
+        offered = {key: value for key, value in offered.items() if takes(make, key)}
+        known = [*(each for each in inspect.signature(make).parameters if each not in offered), *self.also]
         for argument in arguments:
             if argument not in known:
                 hint = nearest(argument, known) if known else "it has none."
+                setting = f"{self.key}_{argument}"
+                hint = f"set {setting}." if hasattr(SyncSettings, setting.removeprefix("sync.")) else hint
                 raise ConfigurationError(f"The {self.kind} {name!r} has no parameter {argument!r}; {hint}")
-        return make(**{key: value for key, value in offered.items() if takes(make, key)} | dict(arguments))
+        return make(**offered, **arguments)
 
 
 def _load(place: str) -> Any:
@@ -99,13 +104,18 @@ OUTER_OPTIMIZERS = Registry(
     "outer optimizer",
     "sync.outer",
     "optim:OuterOptimizer",
-    {"nesterov": "optim:Nesterov", "sgd": "optim:Sgd"},
+    {"nesterov": "optim:nesterov", "sgd": "optim:sgd"},
+    also=("isotropic",),
 )
 MERGE_RULES = Registry(
     "merge rule", "sync.merge", "optim:MergeRule", {"alpha": "optim:AlphaMerge", "rebase": "optim:RebaseMerge"}
 )
 AVERAGES = Registry(
-    "average", "sync.average", "rounds:AverageRule", {"mean": "settings:plain_mean", "senders": "rounds:SendersMean"}
+    "average",
+    "sync.average",
+    "rounds:AverageRule",
+    {"mean": "settings:plain_mean", "senders": "rounds:SendersMean"},
+    also=("max_norm", "codec"),
 )
 REGISTRIES = {"codec": CODECS, "outer": OUTER_OPTIMIZERS, "merge": MERGE_RULES, "average": AVERAGES}
 """Role -> the components that ``sync`` may name in it."""

@@ -17,9 +17,7 @@ from diloco.algorithm import (
     MERGE_RULES,
     OUTER_OPTIMIZERS,
     FragmentLayout,
-    ScalarSchedule,
     SyncSettings,
-    ValueSchedule,
     data_parallel_bytes,
     partition,
     plan_exchange,
@@ -41,27 +39,18 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
     The schedules of the outer optimizer span ``outer_steps``, the rounds of one fragment in the whole run.
     """
     codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
-    average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
-    outer = {name: value for name, value in sync.arguments_of("outer").items() if name != "isotropic"}
     rate = 0.7 if sync.outer_learning_rate is None else sync.outer_learning_rate
-    learning_rate: ScalarSchedule = rate
-    momentum: ScalarSchedule = sync.outer_momentum
-    if not is_own(sync.outer):
-        kind, final_ratio = outer.pop("schedule", "constant"), outer.pop("final_ratio", 0.0)
-        if kind != "constant":
-            steps = max(1, outer_steps)
-            learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=steps, final_ratio=final_ratio)
-        if warmup := outer.pop("momentum_warmup", 0):
-            momentum = ValueSchedule(peak=sync.outer_momentum, warmup_steps=warmup)
+    span = {} if is_own(sync.outer) else {"outer_steps": max(1, outer_steps)}
+    outer = {"learning_rate": rate, "momentum": sync.outer_momentum, **span}
     if mean_codec != "auto":
         mean_codec = CODECS.make(mean_codec, block_size=codec.get("block_size", 256))
     return {
         "codec": CODECS.make(sync.codec or "float32", codec),
         "mean_codec": mean_codec,
         "error_feedback": sync.error_feedback,
-        "outer_optimizer": OUTER_OPTIMIZERS.make(sync.outer, outer, learning_rate=learning_rate, momentum=momentum),
+        "outer_optimizer": OUTER_OPTIMIZERS.make(sync.outer, sync.arguments_of("outer"), **outer),
         "merge": MERGE_RULES.make(sync.merge or "alpha", sync.arguments_of("merge"), alpha=sync.merge_alpha or 0.0),
-        "average": AVERAGES.make(sync.average, average),
+        "average": AVERAGES.make(sync.average, sync.arguments_of("average")),
         "max_norm": sync.max_norm,
         "isotropic": sync.isotropic,
     }
