@@ -13,7 +13,7 @@ from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import HuggingFaceModel, ModelSettings, build_language_model
 from diloco.train import prepare_blocks
-from tests.huggingface import ARCHITECTURES, GROUPED, config_of, write_config
+from tests.huggingface import ARCHITECTURES, GROUPED, NO_SPECIAL, WIDTHS, config_of, write_config
 
 PAD = 7
 EXACT = {"atol": 2e-6, "rtol": 2e-5}
@@ -75,6 +75,17 @@ def test_the_loss_in_chunks_is_the_loss_where_nothing_but_a_product_makes_the_lo
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], **EXACT)
     assert all(torch.equal(one, other) for one, other in zip(found[0][2], found[2][2], strict=True))
+
+
+@torch.no_grad()
+def test_the_loss_in_chunks_leaves_out_no_layer_before_the_head(tmp_path: Path) -> None:
+    """ModernBERT's projection has a dense layer and a norm before it, and may have no bias."""
+    special = NO_SPECIAL | {"pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
+    some = built(write_config(tmp_path, "modernbert-decoder", **WIDTHS, **special, decoder_bias=False)).eval()
+    tokens = batch()
+    whole = some.loss(tokens[:, :-1], tokens[:, 1:])
+    some.loss_chunk_tokens = 5
+    torch.testing.assert_close(some.loss(tokens[:, :-1], tokens[:, 1:]), whole, **EXACT)
 
 
 @torch.no_grad()

@@ -237,6 +237,8 @@ def test_weight_decay_acts_on_matrices_only(arguments: dict[str, Any]) -> None:
         ("lr_scheduler", {}, "not an optimizer of torch.optim"),
         ("AdamW", {"lr": 0.1}, "multiple values for keyword argument 'lr'"),
         ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
+        ("Muon", {"ns_steps": 5}, r"diloco.muon refused \{'ns_steps': 5\}: TypeError"),  # torch.optim.Muon has it
+        ("Muon", {"matrix_lr_ratio": -1}, "matrix_lr_ratio must be a finite number above 0, got -1"),  # it climbed
         ("Muon", {"momentum": 1.5}, "momentum must be a number of at least 0 and below 1"),
     ],
 )

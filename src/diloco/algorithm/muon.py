@@ -176,6 +176,7 @@ def muon(
     >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
     """
+    check_number("Muon's matrix_lr_ratio", matrix_lr_ratio, gt=0)
     hidden = list(hidden_matrices(model).values())
     if not hidden:
         raise ConfigurationError(

@@ -118,6 +118,7 @@ class HuggingFaceModel(LanguageModel):
     def projection(self) -> Tensor | None:
         head: Any = self.wrapped.get_output_embeddings()
         changed = any(getattr(self.wrapped.config, name, None) not in (None, False, 1) for name in _CHANGE_LOGITS)
+        changed |= getattr(self.wrapped, "lm_head", head) is not head  # more layers before it, as in ModernBERT
         # not a subclass: neither quantised nor with adapters
         return head.weight if type(head) is nn.Linear and getattr(head, "bias", None) is None and not changed else None
 

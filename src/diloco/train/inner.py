@@ -237,8 +237,8 @@ def make_inner_optimizer(
     except ConfigurationError:
         raise
     except Exception as error:
-        shown = name if is_own(name) else f"torch.optim.{name}"
-        raise ConfigurationError(f"{shown} refused {arguments}: {type(error).__name__}: {error}.") from error
+        shown = name if is_own(name) else "diloco.muon" if make is muon else f"torch.optim.{name}"
+        raise ConfigurationError(f"{shown} refused {settings.arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
