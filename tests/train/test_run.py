@@ -133,6 +133,14 @@ def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_what_the_outer_loop_refuses_is_refused_before_a_shared_start(data: Path, tmp_path: Path) -> None:
+    """Regression: after its last step, when nothing was saved."""
+    arguments, listener = "--codec topk2 --error-feedback 1 --sync.arguments.average.codec topk2", Listener()
+    with pytest.raises(ConfigurationError, match="means have no error feedback"):
+        train(data, tmp_path / "run", f"{arguments} --data-parallel-steps 2", sink=listener)
+    assert not listener.events
+
+
 def test_resuming_with_other_data_or_other_processes_is_refused(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", "--stop-after 3")
     for key, value in (("transport", "swarm"), ("replicas", 3), ("replica_size", 2)):

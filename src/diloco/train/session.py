@@ -17,7 +17,7 @@ from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
 from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, build_language_model
-from diloco.outer import DiLoCo
+from diloco.outer import DiLoCo, check_arguments, complete
 from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
@@ -77,6 +77,10 @@ class Session:
         self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
+        if self.averages_gradients and settings.algorithm != "data-parallel":  # else `DiLoCo` would refuse them later
+            model, optimizer = self.replicas[0].model, self.replicas[0].inner.optimizer
+            arguments = {"model": model, "inner_optimizer": optimizer, **outer_arguments(settings, model)}
+            check_arguments(complete(model, arguments))
         self._end_shared_start_if_due()
 
     @property
