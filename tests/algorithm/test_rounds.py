@@ -229,6 +229,25 @@ def test_a_broken_rule_is_found_by_the_contract() -> None:
         check_average_rule(Counting())
 
 
+class Greatest(Longest):
+    """A rule whose result is a column of a matrix: its values are not next to each other."""
+
+    def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
+        return torch.stack([values.clone() for _, values in contributions], dim=1).sort(dim=1).values[:, -1]
+
+
+def test_what_is_measured_does_not_depend_on_how_a_rule_lays_out_the_average() -> None:
+    """Regression: cosines and gains were those of other values, in place of samples of the average."""
+    values = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(0))
+    mean = weighted_mean(contributions(values.unbind(), [1.0, 1.0], average_rule=Greatest())).values
+    assert torch.equal(mean, values.amax(0))
+    measures, sample = measured_outer_step(
+        Nesterov(), mean, Nesterov().init(mean), torch.zeros_like(mean), mean[:16384]
+    )
+    assert measures["gain"] == pytest.approx(0.7 * 1.9)
+    assert bool(torch.isin(sample, mean).all())
+
+
 def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
     model = Vectors()
     for parameter in model.parameters():

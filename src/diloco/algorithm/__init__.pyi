@@ -37,7 +37,6 @@ from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer
 from .optim import OuterState as OuterState
 from .optim import RebaseMerge as RebaseMerge
-from .optim import ScalarSchedule as ScalarSchedule
 from .optim import Sgd as Sgd
 from .optim import at as at
 from .optim import digest_state as digest_state

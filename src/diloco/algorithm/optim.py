@@ -125,9 +125,7 @@ def nesterov(
     return Nesterov(learning_rate=_scheduled(learning_rate, outer_steps, schedule, final_ratio), momentum=rising)
 
 
-def sgd(
-    learning_rate: float = 1.0, outer_steps: int = 1, schedule: Any = "constant", final_ratio: float = 0.0
-) -> Sgd:
+def sgd(learning_rate: float = 1.0, outer_steps: int = 1, schedule: Any = "constant", final_ratio: float = 0.0) -> Sgd:
     """Return `Sgd` as settings describe it; its schedule spans ``outer_steps``."""
     return Sgd(learning_rate=_scheduled(learning_rate, outer_steps, schedule, final_ratio))
 

@@ -285,7 +285,7 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         mean_into_(values, addends.values(), total)
     else:
         pairs = ((weights[m], each.mul_(factors.get(m, 1.0))) for m, each in decoded())
-        values = first.average_rule.combine(pairs, first.tensors)
+        values = first.average_rule.combine(pairs, first.tensors).contiguous()
     check_mean(values, addends)
     buffers = {m: each.buffers for m, each in ordered.items() if each.buffers is not None}
     distance = None
