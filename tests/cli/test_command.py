@@ -51,6 +51,9 @@ SIZE = "--parameters 7B --fragments 4"
         ("train --join 10.0.0.1 --transport tcp", "need each other, got --join 10.0.0.1. Pass --replica 0"),
         ("train --resume .", "there is no config.toml in it"),
         ("train --steps many", "--steps many is not valid: Expected int, got str. See `diloco train --help`."),
+        ("train --steps \udcff", "is not valid: 'utf-8' codec can't encode"),
+        ("status caf\udce9", "does not exist"),
+        ("train --precision \udcff", "is not valid: expected one of float32"),
         ("train x.toml --resume absent", "x.toml cannot be given together with --resume"),
         ("generate a --prompt --json", "For the value --json itself, use --prompt=--json."),
         ("finetune a --full", "there is no flag --full any more: it is now --lora-rank 0."),
@@ -107,6 +110,22 @@ def test_exit_codes(
     assert capsys.readouterr().err == words
     assert main(["--debug", "presets"]) == code
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, DiLoCoError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (f"train --resume {'x' * 300}", "config.toml can't be used: File name too long."),
+        (f"train --init-from {'x' * 300}", "config.json can't be used: File name too long."),
+        ("doctor a..b:1", "a..b:1: the name does not resolve: "),
+        ("doctor --listen a..b:1", "can't listen on a..b at port 1: "),
+    ],
+)
+def test_a_name_that_the_system_does_not_take_is_a_sentence(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 1
+    assert words in capsys.readouterr().err
 
 
 def python(*code: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:

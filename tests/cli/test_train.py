@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from diloco.checkpoint import list_checkpoints, lock_folder
 from diloco.cli import main
 from diloco.config import parse_arguments
+from diloco.errors import ConfigurationError
 from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
@@ -360,3 +362,24 @@ def test_the_processes_of_replicas_get_what_was_typed_with_places_after_dashes(
     assert main(words) == 0
     line = parse_arguments(commands[0][1:])
     assert (line.file, line.values["network.join"], line.values["network.replica"]) == (file, ("h:1",), 1)
+
+
+@pytest.mark.parametrize(("term", "moves"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_moves_no_cursor_gets_plain_lines(
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    term: str,
+    moves: bool,
+) -> None:
+    """The live display would show nothing before the end there."""
+
+    def seen(*_: object, is_terminal: bool, **__: object) -> None:
+        raise ConfigurationError(f"live: {is_terminal}")
+
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr("diloco.monitor.make_sinks", seen)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(train(files, "--out", str(tmp_path / "out"))) == 2
+    assert f"live: {moves}" in capsys.readouterr().err

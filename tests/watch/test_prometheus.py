@@ -133,6 +133,8 @@ def test_a_port_in_use_is_refused_at_the_start(sink: PrometheusSink, port: int) 
     assert ask(port, "/")[0] == 404
     with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} can't be listened at: .* Choose another port"):
         PrometheusSink("127.0.0.1", port, "mine")
+    with pytest.raises(ConfigurationError, match=r"127.0.0.1:65536 can't be listened at"):  # of a further process
+        PrometheusSink("127.0.0.1", 65536, "mine")
 
 
 def test_a_fault_of_the_metrics_ends_them_and_not_the_run(

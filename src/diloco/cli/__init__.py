@@ -73,10 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted.", "error")
         return INTERRUPTED
     except OSError as error:
-        if error is not StandardOutput.failure:
+        if error is not StandardOutput.failure and (DEBUG.get() or not error.filename):
             raise
+        what = "the output cannot be written" if error is StandardOutput.failure else f"{error.filename} can't be used"
         if not isinstance(error, BrokenPipeError):  # a reader that has closed the pipe wants no more
-            say(f"the output cannot be written: {error.strerror}.", "error")
+            say(f"{what}: {error.strerror}.", "error")
         return FAILED
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _said_already(message: str) -> bool:
     """Return whether another process of the same torchrun has printed it here; that is noted among its logs."""
-    name = f"said-{hashlib.sha256(message.encode()).hexdigest()}"
+    name = f"said-{hashlib.sha256(message.encode(errors='backslashreplace')).hexdigest()}"
     try:
         (Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / name).touch(exist_ok=False)
     except (LookupError, OSError) as error:

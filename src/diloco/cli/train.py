@@ -353,7 +353,8 @@ def _train(
     elif settings.network.elastic:
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
-    sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
+    moves = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    sinks = make_sinks(monitor, folder, is_terminal=moves, config=config, name=name, group=group)
     with closing(sinks):
         if monitor.prometheus is not None and (role is None or not role.position):
             from diloco.watch import PrometheusSink

@@ -78,7 +78,6 @@ def parse_flags(
         common: the keys that --help shows, in this order; by default, those whose flag has no section.
 
     Raises:
-        ConfigurationError: as in `parse_options`.
         SystemExit: with code 0, for --help and --help-all.
     """
     known = keys_of(settings_type)
@@ -103,7 +102,6 @@ def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
     Its docstring describes the command. ``--debug`` in any place sets `DEBUG`. The words after ``--`` are positional.
 
     Raises:
-        ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
         SystemExit: with code 0, for --help.
     """
     keys = keys_of(kind)

@@ -58,9 +58,9 @@ class PrometheusSink:
         self.made = -math.inf, b""  # when the figures were made, and they
         try:
             self._server = _Server(host, port, self)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the port of a further process may be too high
             raise ConfigurationError(
-                f"monitor.prometheus: {host}:{port} can't be listened at: {error.strerror}. Choose another port."
+                f"monitor.prometheus: {host}:{port} can't be listened at: {error}. Choose another port."
             ) from error
         self._server.__enter__()
         self._thread = in_thread(self._follow, "diloco-metrics")

@@ -206,11 +206,11 @@ class TcpStreams:
         return Address(advertised, place[1])
 
     async def _start(self, accept: Accept, host: str, ports: range) -> asyncio.Server:
-        why: OSError | None = None
+        why: Exception | None = None
         for port in ports:
             try:
                 return await asyncio.start_server(accept, host or None, port)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 why = error
         tried = f"port {ports[0]}" if len(ports) == 1 else f"any port from {ports[0]} to {ports[-1]}"
         raise TransportError(

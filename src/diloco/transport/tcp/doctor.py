@@ -69,8 +69,8 @@ async def obstacle(host: str, port: int, timeout_s: float) -> str:
     """Return why no connection to a port can be opened, and what to do about it; "" if one can."""
     try:
         _, writer = await within(timeout_s, asyncio.open_connection(host, port))
-    except socket.gaierror as error:
-        why = error.strerror or error
+    except (socket.gaierror, UnicodeError) as error:  # the second for a name such as "a..b"
+        why = getattr(error, "strerror", None) or error
         return f"the name does not resolve: {why}; use a name that this machine's resolver knows, or an IP address"
     except ConnectionRefusedError:
         advice = "start a replica or `diloco doctor --listen` there, or give the address that it has now"
