@@ -56,6 +56,7 @@ SIZE = "--parameters 7B --fragments 4"
         ("train --precision \udcff", "is not valid: expected one of float32"),
         ("train x.toml --resume absent", "x.toml cannot be given together with --resume"),
         ("generate a --prompt --json", "For the value --json itself, use --prompt=--json."),
+        ("finetune . --data x", "there is no folder '.' with a transformers model"),
         ("finetune a --full", "there is no flag --full any more: it is now --lora-rank 0."),
         ("tokenize data.toml --out a", "too many arguments: data.toml; it is now flags, such as --data."),
         ("status", "give either the folder of a run or checkpoint, or --run and --join"),

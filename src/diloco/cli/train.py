@@ -186,7 +186,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
             "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
             "holds a transformers model."
         )
-    if folder is not None and not folder.expanduser().is_dir():
+    if folder is not None and not (folder.expanduser() / "config.json").is_file():
         raise ConfigurationError(
             f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
             "as --model hf:NAME --tokenizer hf:NAME instead."
