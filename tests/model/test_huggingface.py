@@ -100,6 +100,17 @@ def test_documents_of_a_row_see_nothing_of_each_other(model: HuggingFaceModel) -
 
 
 @torch.no_grad()
+def test_rows_of_documents_have_a_loss(model: HuggingFaceModel) -> None:
+    """Regression: the load-balancing loss of experts failed on the mask of the documents."""
+    tokens, documents = batch(length=14), torch.tensor([[0] * 5 + [1] * 8, [2] * 13])
+    loss, cross_entropy = model.loss(tokens[:, :-1], tokens[:, 1:], documents)
+    logits = model(tokens[:, :-1], documents=documents)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(cross_entropy, expected, **EXACT)
+    assert (float(loss) > float(cross_entropy)) == (model.balance_loss > 0)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")

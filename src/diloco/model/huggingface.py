@@ -201,7 +201,9 @@ class HuggingFaceModel(LanguageModel):
         implementation = str(self.wrapped.config._attn_implementation)
         if "flash" in implementation:  # the kernel for documents of any length takes one row
             return {"position_ids": restarted.reshape(1, -1)}
-        if self._has_windows:  # transformers derives the masks of all kinds of layers from the positions
+        # transformers derives the masks of all kinds of layers from the positions; it would read a mask of documents in
+        # the balance loss of experts as one of tokens
+        if self._has_windows or self.balance_loss:
             return {"position_ids": restarted}
         if implementation == "flex_attention":
             return {"position_ids": restarted, "attention_mask": block_mask(documents)}
