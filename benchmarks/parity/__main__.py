@@ -83,6 +83,7 @@ MAIN = (
     Variant("one replica, a quarter of the tokens", "--algorithm data-parallel --replicas 1", replicas=1),
     Variant("DiLoCo", "--algorithm diloco"),
     *(streaming("", codec=codec) for codec in ("float32", "float16", "int8", "fp4")),
+    streaming(", isotropic means", outer("1.2", "0.8") + " --sync.arguments.outer.isotropic true"),
     data_parallel(", Muon", MUON),
     streaming(", Muon", outer("0.8", "0.5"), MUON),
     data_parallel(", Muon, AdamW lr 8e-3, momentum .9", FASTER),
@@ -204,7 +205,7 @@ def tables(results: Sequence[Row], seeds: int) -> str:
     head = ["run", "held-out loss, mean", "largest - smallest", "relative to data-parallel, per seed"]
     head += ["sent after the start", "minutes"]
     lines = [f"## {seeds} seeds", "", table(head, (main_row(variant, by_name[variant.name], base) for variant in MAIN))]
-    for settings in (v.name.removeprefix("Streaming fp4, ") for v in MAIN if v.name.startswith("Streaming fp4, ")):
+    for settings in (v.name.removeprefix("data-parallel, ") for v in MAIN if v.name.startswith("data-parallel, ")):
         rival = {seed: row["heldout_loss"] for seed, row in by_name[f"data-parallel, {settings}"].items()}
         own = by_name[f"Streaming fp4, {settings}"]
         gaps = [f"{gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]

@@ -82,6 +82,8 @@ TOPK2: Settings = {"codec": "topk2", "error_feedback": 0.95, "senders": True}
 SPARSE = TOPK2 | outer(1.0, 0.0)
 SUM = outer(2.0, 0.0)
 FLATTER = {"singular_power": 0.5}
+ISOTROPIC: Settings = {"isotropic": True}
+ONE: Settings = {"replicas": 1}
 EIGHT: Settings = ADAMW | rate(3e-3) | {"replicas": 8}
 BATCHES = {8: (5.6e-3, 8e-3), 32: (1.13e-2, 1.6e-2)}  # sequences in a step: rates
 
@@ -134,6 +136,28 @@ GROUPS = {
         ADAMW | rate(3e-3) | outer(2.0, 0.0),
         ADAMW | rate(4e-3) | outer(0.7, 0.8) | FLATTER,
         seeds=(0,),
+    ),
+    "isotropic": each(*(ADAMW | rate(3e-3) | ISOTROPIC | outer(lr, 0.8) for lr in (0.7, 1.2))),
+    "isotropic, quick start": each(ADAMW | QUICK_START | rate(2e-3) | ISOTROPIC | outer(1.2, 0.8)),
+    "isotropic, other steps": each(
+        *(
+            ADAMW | rate(3e-3) | ISOTROPIC | outer(*step)
+            for step in ((0.7, 0.6), (1.0, 0.6), (1.0, 0.7), (0.9, 0.8), (1.6, 0.8), (0.7, 0.9), (0.9, 0.9))
+        ),
+        *(ADAMW | rate(r) | ISOTROPIC | outer(1.2, 0.8) for r in (2e-3, 4e-3)),
+        ADAMW | rate(4e-3) | ISOTROPIC | outer(0.7, 0.8),
+        *(ADAMW | rate(3e-3) | outer(lr, 0.8) for lr in (0.9, 1.2)),
+        *(ADAMW | QUICK_START | rate(2e-3) | ISOTROPIC | outer(*step) for step in ((0.4, 0.9), (0.7, 0.8), (2.0, 0.8))),
+        *(ADAMW | QUICK_START | rate(2e-3) | outer(*step) for step in ((0.4, 0.9), (1.2, 0.8))),
+        seeds=(0,),
+    ),
+    "isotropic, one replica": each(
+        *(ADAMW | rate(3e-3) | outer(0.7, 0.8) | ONE | way for way in ({}, ISOTROPIC)),
+        ADAMW | QUICK_START | rate(2e-3) | outer(1.2, 0.8) | ONE | ISOTROPIC,
+        seeds=(0,),
+    ),
+    "isotropic, eight replicas": each(
+        *(EIGHT | outer(1.2, 0.8) | {"inner_steps": 30} | way for way in ({}, ISOTROPIC)), seeds=(0,)
     ),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(
