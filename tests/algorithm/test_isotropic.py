@@ -52,6 +52,14 @@ def test_directions_without_any_work_get_none() -> None:
     assert (of_one(column @ row) - column @ row).norm() < 1e-3 * (column @ row).norm()
 
 
+def test_zeros_have_no_sign() -> None:
+    matrix = random((4, 6))
+    matrix[1:3] = -0.0
+    made = of_one(matrix)
+    assert not made[1:3].any()
+    assert not torch.signbit(made[1:3]).any()
+
+
 def test_other_tensors_and_the_mean_stay() -> None:
     layout = FragmentLayout(0, ("table", "matrix", "bias"), ((5, 2), (4, 3), (4,)))
     mean = random((layout.numel,))

@@ -65,8 +65,8 @@ def _change_(part: Tensor, parameter: nn.Parameter) -> None:
 def _orthogonalised(matrix: Tensor) -> Tensor:
     """Return about ``|G| U V^T / |U V^T|`` for ``G = U S V^T``, by the iteration of `newton_schulz` on the grid.
 
-    Singular values stay below 1.2, so the absolute values of the products in a sum add up to less than 4, which is 2^52
-    units of 2^-50. Float64 holds 2^53.
+    Singular values stay below 1.21, so the absolute values of the products in a sum add up to less than 4, which is
+    2^52 units of 2^-50. Float64 holds 2^53.
     """
     norm, tall, (a, b, c) = vector_norm(matrix.flatten()), matrix.shape[0] > matrix.shape[1], COEFFICIENTS
     if not norm:
@@ -81,4 +81,5 @@ def _orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor) -> Tensor:
-    return values.mul_(_GRID).round_().mul_(1 / _GRID)
+    # a sum of zeros may be -0.0, depending on the library; + 0.0 makes it 0.0
+    return values.mul_(_GRID).round_().mul_(1 / _GRID).add_(0.0)
