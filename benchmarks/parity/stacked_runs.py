@@ -159,6 +159,7 @@ GROUPS = {
     "isotropic, eight replicas": each(
         *(EIGHT | outer(1.2, 0.8) | {"inner_steps": 30} | way for way in ({}, ISOTROPIC)), seeds=(0,)
     ),
+    "sharper": each(*(outer(1.0, 0.6) | {"singular_power": p} for p in (1.5, 2.0)), seeds=(0,)),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(
         *(EIGHT | {"inner_steps": h} | way for h in (5, 15) for way in (outer(0.7, 0.8), outer(1.0, 0.0), SPARSE)),
