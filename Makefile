@@ -36,7 +36,7 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-coverage: ## run the tests, and fail if they cover less of the package than pyproject.toml asks for (before a release; takes half as long again)
+coverage: $(STAMP) ## run the tests, and fail if they cover less of the package than pyproject.toml asks for (before a release; takes half as long again)
 	$(MAKE) test ARGS="--cov --cov-report= $(ARGS)"
 
 pythons: ## test the core under other versions of Python (PYTHONS="3.12 3.13"), where this machine has them

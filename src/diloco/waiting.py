@@ -80,7 +80,8 @@ class _ToStderr(logging.Handler):
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record), record.levelname.lower())
+        numbers = {logging.ERROR: "error", logging.WARNING: "warning", logging.INFO: "info"}  # hivemind renames levels
+        say(self.format(record), next((name for number, name in numbers.items() if record.levelno >= number), "debug"))
 
 
 def say(words: str, level: str = "info", **fields: Any) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco import DiLoCo, InProcessTransport, Nesterov, SyncSchedule
-from diloco.algorithm import FragmentLayout, digest_tensors, isotropic
+from diloco.algorithm import FragmentLayout, digest_tensors, isotropic, newton_schulz
 from diloco.errors import ConfigurationError
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (6, 6), (5, 40), (40, 5)]
@@ -50,6 +50,13 @@ def test_directions_without_any_work_get_none() -> None:
     assert not of_one(torch.zeros(3, 4)).any()
     column, row = random((30, 1)), random((1, 20), seed=1)
     assert (of_one(column @ row) - column @ row).norm() < 1e-3 * (column @ row).norm()
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_singular_values_keep_the_bound_that_makes_sums_exact(steps: int) -> None:
+    values = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    made = newton_schulz(torch.diag_embed(torch.stack([values, (1 - values.square()).sqrt()], 1)), steps)
+    assert made.abs().max() < 1.21
 
 
 def test_zeros_have_no_sign() -> None:

@@ -105,7 +105,10 @@ def test_plain_output_of_a_whole_run() -> None:
     assert stream.getvalue() == PLAIN
 
 
-def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_have_time_level_and_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logging._levelToName, logging.WARNING, "WARN")  # as hivemind does
     sinks = make_sinks(MonitorSettings(console="json"), tmp_path / "heron", is_terminal=True)
     log_to_stderr(as_json=True)
     try:

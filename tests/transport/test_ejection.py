@@ -91,11 +91,12 @@ def test_a_member_follows_the_newest_order_of_the_founder_and_tells_nobody_with_
 
         async with swarms.stranger(2, member, old) as streams:
             assert b"it is signed by" in await govern(Order.sign(silent, old, "QmLiar", new_secret(), None))
-            assert b"to be ejected itself" in await govern(Order.sign(founder, old, me.peer_id, new_secret(), None))
             opened = [await streams.open(there) for _ in range(3)]
             reader, writer = opened[0]
             writer.write(frame(hello))
             assert b"greeting" in await reader.read(1 << 14)
+            # once this is answered, the connection has been registered
+            assert b"to be ejected itself" in await govern(Order.sign(founder, old, me.peer_id, new_secret(), None))
             assert 2 in member.connections.connected
             assert b"governed" in await govern(counts)
             assert [await answer_to(opened[1], hello), await answer_to(opened[2], {"kind": "govern"})] == [b"", b""]

@@ -19,7 +19,7 @@ from diloco.algorithm.partition import trainable_parameters
 from diloco.algorithm.tensors import local_shard
 from diloco.errors import ConfigurationError
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # isotropic.py relies on their bounds
 _LEAST_SIDE = 64  # for smaller matrices bfloat16 costs more than it gains
 _BATCH_VALUES = 1 << 24  # the most values that a rank orthogonalises together, which bounds the scratch memory
 

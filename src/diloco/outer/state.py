@@ -121,7 +121,8 @@ class GlobalState:
     def prepare(self, average: Average) -> None:
         """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies.
 
-        On a GPU, where the step takes no time, the thread only moves the mean there, through pinned memory.
+        On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory, and makes it
+        what the optimizer gets.
         """
         if average.donor is not None:  # the average applies to another state
             return
