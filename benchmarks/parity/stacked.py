@@ -435,8 +435,9 @@ def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
 
 
 RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
+# of no use to data-parallel runs
 OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "inner_steps", "replicas", "codec"}
-OUTER |= {"error_feedback", "senders", "singular_power", "evaluated_momentum"}  # of no use to data-parallel runs
+OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum"}
 NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
 NUMBERS |= {"outer_learning_rate", "outer_momentum"}
 
