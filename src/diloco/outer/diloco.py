@@ -82,7 +82,7 @@ class DiLoCo:
             trained. Set it if replicas have different batch sizes.
         max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
         isotropic: Whether to give the mean of each hidden matrix about equal singular values before the outer step (see
-            `isotropic`, IsoLoCo). For an inner AdamW; Muon's updates are so by themselves.
+            `isotropic`, IsoLoCo), which helps with AdamW inside. The updates of Muon already have such values.
         average: The rule that averages contributions, such as `SendersMean`. None: the weighted mean.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions

@@ -273,7 +273,7 @@ class Fragment:
         return encode_with_feedback(codec, delta, self.residual, self._decay)
 
     def received(self, average: Average) -> Average:
-        """Return an average with what only all ranks that shard the parameters can make of it. Call it on all."""
+        """Return an average with an isotropic mean, if that takes all ranks of a sharded replica. Call it on all."""
         if self._together is _same:
             return average
         return replace(average, values=self._together(self.state.outer_mean(average.values)))
