@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,18 @@ from diloco.cli import main
 from diloco.errors import ConfigurationError, EjectedError, RendezvousError
 from diloco.private_files import create_private
 from diloco.protocol import MessageError, decode, encode
-from diloco.transport import Address, Admission, Order, PeerTransport, join, load_identity, new_secret, read_secret
+from diloco.transport import (
+    Address,
+    Admission,
+    NodePlace,
+    Order,
+    PeerTransport,
+    StatusClient,
+    join,
+    load_identity,
+    new_secret,
+    read_secret,
+)
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, answer_to, wait_for_members
@@ -70,6 +83,27 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
         swarms.peer(2, [peers[0]], secret=new, **quick)
     for transport in peers[:2]:
         assert (last_order(transport).ejected, last_order(transport).secret) == ((ids[2],), new)
+
+
+def test_the_next_address_is_asked_where_the_first_is_of_no_member(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a peer that was just joining ended the command, which said that another one was to be asked."""
+    asked = list[str]()
+
+    async def question(stream: object, place: Address, *_: object) -> object:
+        asked.append(place.host)
+        if place.host == "QmJoins":
+            raise RendezvousError("QmJoins refuses: it is no member of the swarm at present. Ask another peer.")
+        return mock.Mock(order=None)
+
+    at = NodePlace(join=("/ip4/9.9.9.9/tcp/1/p2p/QmJoins", "/ip4/9.9.9.9/tcp/1/p2p/QmMember"))
+    streams = mock.Mock(place=at, open=mock.AsyncMock())
+    monkeypatch.setattr(sys.modules[StatusClient.__module__], "question", question)
+    client = StatusClient(streams, Admission("run", new_secret()))
+    asyncio.run(client.eject("QmLiar", load_identity(keys / "0.key"), tmp_path / "new"))
+    assert asked == ["QmJoins", "QmMember", "QmMember"]
+    assert read_secret(tmp_path / "new", "new")
 
 
 def test_a_member_follows_the_newest_order_of_the_founder_and_tells_nobody_with_the_old_secret(swarms: Swarms) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -300,6 +303,19 @@ def test_nobody_keeps_a_donor_on_an_old_state_for_longer_than_it_takes_to_send(w
         with pytest.raises(TransportError, match="still sending an earlier state"):
             first.fetch(0, [1]).result()
         assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
+
+
+def test_a_snapshot_that_was_replaced_takes_no_memory(wires: Wires) -> None:
+    """A timer had kept each for half a minute: one copy more with each round after which a fetcher asked."""
+    first, (source,) = meet(wires, {})
+    copies = list[Callable[[], object]]()
+    for _ in range(5):
+        copies.append(weakref.ref(values := np.zeros(1000, np.float32)))
+        source.held = {"global_params": torch.from_numpy(values)}
+        del values
+        first.fetch(0, [1]).result()
+    gc.collect()
+    assert sum(copy() is not None for copy in copies) <= 2, "the last one, and maybe the one before it"
 
 
 def test_a_donor_goes_on_while_its_state_is_copied(wires: Wires) -> None:

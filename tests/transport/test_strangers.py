@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from diloco.membership import NextView, View
-from diloco.protocol import Beat, Entry, Welcome
+from diloco.protocol import Ask, Beat, Entry, Welcome
 from diloco.transport import (
     Address,
     Admission,
@@ -405,6 +405,43 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     free.set()
     assert average.contributors == (0,)
     assert "does not read its messages" in first.reason
+
+
+def test_who_only_gets_heartbeats_and_does_not_read_them_is_lost(
+    alone: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They piled up for as long as it sent some itself, as nothing else was sent to it that would have been counted."""
+    connections = alone.connections
+    with ExitStack() as stack:
+        stream = Caller(alone, stack).hello(1)
+        connections.wait_for(lambda: 1 in connections.connected, SOON_S)
+        transport = connections.peers[1].writer.transport
+        monkeypatch.setattr(transport, "get_write_buffer_size", lambda: 1 << 30)
+        with beating(stream):
+            connections.wait_for(lambda: 1 not in connections.connected, SOON_S)
+    assert 1 not in connections.connected
+
+
+def test_a_rank_that_a_run_does_not_have_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run gathered, what had asked in each of 2^31 numbers was kept for good."""
+    reader, writer = mock.Mock(read=mock.AsyncMock()), mock.Mock(drain=mock.AsyncMock())
+    monkeypatch.setattr(TcpStreams, "identity", lambda *_: "a stranger")
+
+    async def ask(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            await serve(Ask(Entry(number, "127.0.0.1:1")), reader, writer)
+            reader.reset_mock(), writer.reset_mock()
+
+    with closing(PeerTransport(rules(rank=-1), TcpStreams())) as transport:
+        transport.connections.most_ranks = 2
+        TcpDirectory(transport, (), Address("", 0), gathers=True)
+        serve = transport.connections.services[Ask]
+        transport.connections.call(ask(range(2, 50)))
+        tracemalloc.start()
+        transport.connections.call(ask(range(50, 800)))
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert taken_bytes < 60_000, "it was 137 kB"
 
 
 def test_neither_an_address_that_is_none_nor_another_one_of_a_connected_rank_is_taken_from_an_answer() -> None:

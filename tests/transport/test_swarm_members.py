@@ -33,7 +33,15 @@ from diloco.transport import (
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, over_libp2p, wait_for_members
+from tests.transport.swarms import (
+    HIVEMIND_LEAVES_CONNECTIONS,
+    LIMIT_S,
+    LOOPBACK,
+    Swarms,
+    over_libp2p,
+    streams_of,
+    wait_for_members,
+)
 from tests.transport.wires import at_once
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -73,6 +81,42 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
         status = told[each.replica]
         assert status is not None, "an observer gets the status of the hidden peer, too"
         assert (status.name, status.members, status.step) == (f"peer {each.replica}", (0, 1, 2), each.step)
+
+
+def test_who_looks_for_all_that_it_knew_dials_few_at_once(
+    member: PeerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that had lost its view dialled a thousand addresses at once, and ran out of descriptors."""
+    node, dialling, most = streams_of(member).node, 0, 0
+
+    async def connect(peer_id: str, addresses: object) -> None:
+        nonlocal dialling, most
+        dialling, most = dialling + 1, max(most, dialling + 1)
+        await asyncio.sleep(0)
+        dialling -= 1
+        raise OSError("nobody is there")
+
+    known = tuple(f"/ip4/9.9.9.9/tcp/1/p2p/Qm{number}" for number in range(1000))
+    monkeypatch.setattr(node, "_place", NodePlace(join=known))
+    monkeypatch.setattr(node, "_connect", connect)
+    member.connections.call(node.enter())
+    assert 1 < most <= 64
+
+
+def test_an_observer_that_can_not_listen_leaves_no_daemon(swarms: Swarms, member: PeerTransport) -> None:
+    async def observe() -> None:
+        at = NodePlace(join=swarms.addresses_of(member), listen=LOOPBACK, map_ports=False, direct_port=port)
+        async with open_status_client(swarms.key(9), at, Admission("run")):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            mock.patch.object(Node, "close", autospec=True, side_effect=Node.close) as close,
+            pytest.raises(TransportError, match="can't listen"),
+        ):
+            asyncio.run(observe())
+    assert close.call_count == 1
 
 
 def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:

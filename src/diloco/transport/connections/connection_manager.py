@@ -348,7 +348,7 @@ class ConnectionManager(ControlThread):
         return f"{what}, though a process still listens there", False
 
     async def _beat(self) -> None:
-        beat, roster = pack(Beat()), self.machine.roster
+        roster = self.machine.roster
         roster.beat(self.loop.time())
         while True:
             await asyncio.sleep(self.rules.heartbeat_s)
@@ -365,7 +365,7 @@ class ConnectionManager(ControlThread):
                 if peer.wanted and not peer.stripes and now_s - peer.bare_s > patience_s:
                     what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
                     bare[peer] = f"no payload connection could be {what}"
-                peer.writer.write(beat)
+                self.send(peer.rank, Beat())
             self.drop(bare)
 
     async def end_connections(self) -> None:

@@ -191,21 +191,22 @@ class StateTransfer:
             offer, values = await clock.run_in_executor(None, lambda: describe(source(fragment)))
             least_s = min(_KEPT_S + offer.bytes / _LEAST_BYTES_PER_S, self._connections.rules.round_timeout_s)
             now_s = clock.time()
+            is_first = fragment not in self._snapshots
             self._snapshots[fragment] = snapshot = Snapshot(version, offer, values, now_s + least_s, now_s)
-            self._drop_unused(fragment, snapshot)
+            if is_first:
+                self._drop_unused(fragment)
             return snapshot
 
     def _is_kept(self, snapshot: Snapshot) -> bool:
         now_s = asyncio.get_running_loop().time()
         return now_s < snapshot.until_s and any(now_s - read_s < _KEPT_S for read_s in snapshot.leases.values())
 
-    def _drop_unused(self, fragment: int, snapshot: Snapshot) -> None:
+    def _drop_unused(self, fragment: int) -> None:
         loop = asyncio.get_running_loop()
-        if self._snapshots.get(fragment) is snapshot:
-            if (left_s := snapshot.used_s + _KEPT_S - loop.time()) > 0:
-                loop.call_later(left_s, self._drop_unused, fragment, snapshot)
-            else:
-                del self._snapshots[fragment]
+        if (left_s := self._snapshots[fragment].used_s + _KEPT_S - loop.time()) > 0:
+            loop.call_later(left_s, self._drop_unused, fragment)  # it keeps no snapshot that is replaced meanwhile
+        else:
+            del self._snapshots[fragment]
 
 
 async def _write(writer: asyncio.StreamWriter, message: WireMessage) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.engine import in_short, load_engine
@@ -145,7 +146,7 @@ class Node:
                 await within(_PING_S, protocol.call_ping(load_engine().PeerID.from_base58(peer_id), validate=False))
 
         asked = [address for address in self._place.join if _peer_of(address) not in known | {self.peer_id}]
-        await asyncio.gather(*map(reach, asked))
+        await few_at_once(reach, asked)  # each takes a descriptor
 
     async def addresses(self) -> tuple[str, ...]:
         answer = await self._ask_once(self._request("IDENTIFY"))

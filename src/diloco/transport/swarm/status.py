@@ -248,8 +248,6 @@ class StatusClient:
             try:
                 place = PeerAddress(address.rpartition("/p2p/")[2])
                 return place, (await question(await self._streams.open(place), place, Govern(), Governed)).order
-            except RendezvousError:
-                raise
             except (OSError, EOFError, TransportError) as error:
                 why.append(str(error) or type(error).__name__)
         raise TransportError(f"no member of the swarm answers: {'; '.join(why)}. Give the address of one with --join.")
@@ -316,8 +314,8 @@ async def open_status_client(
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    await streams.listen(refuse)
     try:
+        await streams.listen(refuse)
         yield StatusClient(streams, admission)
     finally:
         await streams.refuse()

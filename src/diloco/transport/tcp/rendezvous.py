@@ -105,6 +105,11 @@ class TcpDirectory(Directory):
     def _register(self, entry: Entry, identity: str) -> Refused | None:
         """Register a rank, or return why not. It waits if another process that has its rank may have ended."""
         known, rank, num_ranks = self.known, entry.rank, self.connections.most_ranks
+        if rank >= num_ranks:
+            last = num_ranks - 1
+            why = f"rank {rank} at {entry.address} can't register in a run of {num_ranks} ranks; ranks are 0 to {last}."
+            self._refused = why
+            return Refused(why, for_good=True)
         if self._new.get(rank, ("", 0.0))[0] != identity:
             self._new[rank] = identity, self.connections.loop.time()
         # who has not asked since then may have ended, and may be the one that has this rank
@@ -118,9 +123,6 @@ class TcpDirectory(Directory):
                 f"two processes claim rank {rank}: one at {known[rank].address} and one at {entry.address}; each "
                 "process needs a rank of its own."
             )
-        elif rank >= num_ranks:
-            last = num_ranks - 1
-            why = f"rank {rank} at {entry.address} can't register in a run of {num_ranks} ranks; ranks are 0 to {last}."
         if why:
             self._refused = why
             return Refused(why, for_good=rank not in known or rank in waiting)
