@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ def test_peft_and_a_merged_model_give_the_logits_that_we_evaluate(
     assert torch.equal(PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(TOKENS).logits, expected)
     again = reloaded(model, tmp_path / "merged")
     torch.testing.assert_close(again(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_adapter_names_its_base_and_the_revision_of_that_apart(llama: Path, tmp_path: Path) -> None:
+    """Before, they were one name, which peft does not find on the hub."""
+    model = adapted(llama)
+    model.settings = dataclasses.replace(model.settings, source="hf:somebody/llama@v2")
+    save_adapter(tmp_path, model, trained(model))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("somebody/llama", "v2")
 
 
 @torch.no_grad()

@@ -132,6 +132,13 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_nothing_applied(
     assert torch.equal(state_of(loop), before)
 
 
+def test_the_norm_of_no_gradients_is_on_the_device_too() -> None:
+    """Regression: on a GPU, a replica failed that lost the others while its gradients were in flight."""
+    model = build_model(MODEL, seed=0, device="meta")
+    loop = InnerLoop(ParallelModel(model), torch.optim.SGD(model.parameters()), learning_rate=CONSTANT)
+    assert loop.begin(0, skip=True).device == loop.device
+
+
 @pytest.mark.parametrize("optimizer", [DECAY, MOMENTUM])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_good_masked_steps_have_the_same_bits(optimizer: Any, precision: str) -> None:

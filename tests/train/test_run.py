@@ -4,24 +4,34 @@ import errno
 import json
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from diloco.algorithm import RoundId
-from diloco.checkpoint import open_checkpoint
+from diloco.algorithm import AlphaMerge, RoundId
+from diloco.checkpoint import Mirror, open_checkpoint
 from diloco.config import plan_run
 from diloco.data import Tokenizer, split_documents
-from diloco.errors import CheckpointError, ConfigurationError, DataError, DiLoCoError, NonFiniteError
+from diloco.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DiLoCoError,
+    NonFiniteError,
+    TransportError,
+)
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
-from diloco.train import Fleet, make_transport, run_training
+from diloco.outer import DiLoCo
+from diloco.train import Fleet, RunSettings, Session, StopAsked, follow_views, make_transport, run_training
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.command_lines import command_line
 from tests.faults import Fault, FaultyTransport
 from tests.runs import Listener, numbered, settings_of, train, write_text
+from tests.train.source_runs import session_of
 
 CONTRACT = """heldout_loss perplexity bits_per_byte tokens steps sent_bytes_per_replica received_bytes_per_replica
 data_parallel_bytes_per_replica compute_utilization wall_s rounds_committed rounds_void global_params_digest"""
@@ -119,6 +129,77 @@ def test_a_folder_without_space_is_named(data: Path, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(Tokenizer, "save", side_effect=full), pytest.raises(DiLoCoError, match="run can't be wri"):
         train(data, tmp_path / "run")
+
+
+def test_a_failed_upload_does_not_hide_why_the_run_ended(data: Path, tmp_path: Path) -> None:
+    listener, failed = Listener(), CheckpointError("No space left.")
+    explode = mock.patch.object(Session, "step", side_effect=NonFiniteError("The gradient norm is NaN."))
+    upload = mock.patch.object(Mirror, "close", side_effect=failed)
+    with explode, upload, pytest.raises(NonFiniteError, match="The gradient norm is NaN"):
+        train(data, tmp_path / "run", f"--checkpoint.mirror {tmp_path / 'copy'}", sink=listener)
+    assert listener.of(Note)[-1].text == "No space left."
+    with upload, pytest.raises(CheckpointError, match="No space left"):
+        train(data, tmp_path / "other", f"--checkpoint.mirror {tmp_path / 'other-copy'}")
+
+
+class LosesOthers(Fleet):
+    """A fleet of one replica, which loses the others before step 4 and finds them at step 8."""
+
+    rejoins = True
+
+    def __init__(self, settings: RunSettings) -> None:
+        super().__init__(make_transport(settings).endpoints)
+        self._directory = mock.MagicMock(**{"transport.views.replaced": False})
+        self.lost = False
+
+    def failure(self) -> TransportError | None:
+        now, self.lost = self.lost, False
+        return TransportError("All are silent.") if now else None
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        self.lost = step == 3
+        return super().stop_step(step, wanted=wanted)
+
+    def rejoin(self, patience_s: float) -> None:
+        self.joining = True
+
+    def join(self, timeout_s: float) -> int:
+        self.joining = False
+        return 8
+
+
+def test_the_steps_that_others_took_meanwhile_count_as_tokens_but_not_as_speed(data: Path, tmp_path: Path) -> None:
+    """Before, a replica that joined late reported all tokens of the run as those of its own short time."""
+    settings = settings_of(data, "--replicas 1")
+    with mock.patch.object(DiLoCo, "take_over"):
+        summary = run_training(
+            settings,
+            folder=tmp_path / "run",
+            sink=Listener(),
+            config_toml="",
+            meet=lambda *_: LosesOthers(settings),
+        )
+    totals = open_checkpoint(tmp_path / "run").load("run")["totals"]
+    assert (summary["steps"], summary["tokens"], totals["missed_steps"]) == (12, 12 * 2 * 16, 4)
+    assert summary["tokens_per_s"] * (totals["compute_s"] + totals["exchange_s"]) == pytest.approx(8 * 2 * 16)
+
+
+def test_who_is_stopped_while_it_adopts_a_state_keeps_all_of_its_own(data: Path) -> None:
+    """Before, a replica in its shared start kept the fragments that had come beside its own others, and saved both."""
+    fleet = LosesOthers(settings_of(data, arguments := "--replicas 1 --data-parallel-steps 6"))
+    session, stop = session_of(data, arguments, fleet), mock.MagicMock(signal=None, interrupting=nullcontext)
+    session.step()
+    before, fleet.lost = session.global_digest(), True
+
+    def adopt_half(diloco: DiLoCo, donors: object) -> None:
+        diloco.fragments[0].state.values.zero_()
+        diloco.fragments[0].reset_local(AlphaMerge())
+        raise StopAsked
+
+    with mock.patch.object(DiLoCo, "take_over", adopt_half):
+        follow_views(session, stop, lambda event: None)
+    assert session.replicas[0].diloco is None
+    assert session.global_digest() == before
 
 
 def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     settings, checkpoint = read_record(trained.run / CONFIG_FILE), open_checkpoint(trained.path)
     train, sync, inner = settings.train, settings.sync, settings.optimizer
     header = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model.place):  # else it is a folder, or no model of transformers
-        header["base_model"] = settings.model.place
+    base, _ = settings.model.on_hub
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base):  # else it is a folder, or no model of transformers
+        header["base_model"] = base
     rounds = {
         "inner steps (H)": sync.inner_steps,
         "fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps",

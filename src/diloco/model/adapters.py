@@ -104,7 +104,9 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = lora_config(model.settings)
-    config.base_model_name_or_path = model.settings.place
+    config.base_model_name_or_path = place = model.settings.place
+    if not Path(place).expanduser().is_dir():
+        config.base_model_name_or_path, config.revision = model.settings.on_hub
     config.inference_mode = True
     config.fan_in_fan_out = vars(model.tuner[0].peft_config[_NAME])["fan_in_fan_out"]
     tensors = {_file_name(name): value.detach().float().cpu().contiguous() for name, value in values.items()}

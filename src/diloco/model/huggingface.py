@@ -279,12 +279,12 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
         return local
     from huggingface_hub import snapshot_download
 
-    name, _, revision = place.partition("@")
+    name, revision = settings.on_hub
     patterns = [CONFIG_NAME, "generation_config.json"]
     if with_weights and settings.huggingface.weights != "fresh":
         patterns += [WEIGHTS_NAME, SHARDS]
     with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
 def _has_stored(folder: Path, settings: ModelSettings) -> bool:

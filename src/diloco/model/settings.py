@@ -123,6 +123,16 @@ class ModelSettings:
         return place.strip() if prefix == "hf" else ""
 
     @property
+    def on_hub(self) -> tuple[str, str | None]:
+        """The name of an ``hf:`` model on the hub, and its revision, if it is given.
+
+        >>> ModelSettings(source="hf:meta-llama/Llama-3.2-1B@v2").on_hub
+        ('meta-llama/Llama-3.2-1B', 'v2')
+        """
+        name, _, revision = self.place.partition("@")
+        return name, revision or None
+
+    @property
     def label(self) -> str:
         """A short name of the source for use in folder names.
 

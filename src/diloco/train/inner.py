@@ -150,7 +150,8 @@ class InnerLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         gradients = [local_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
-        self._norm = self.parallel.total_norm(get_total_norm(gradients))
+        norm = get_total_norm(gradients).to(self.device)  # torch's 0 is on the CPU if there are none
+        self._norm = self.parallel.total_norm(norm)
         if self.masked and not skip:
             self._clip()
             # this is how `GradScaler.step` makes a fused kernel leave everything unchanged

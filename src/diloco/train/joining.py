@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from diloco.algorithm import trainable_parameters
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import (
     CheckpointError,
@@ -24,6 +25,7 @@ from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import load_session, replicas_in
+from diloco.trained import load_parameters
 from diloco.units import diff
 from diloco.waiting import waiting_for
 
@@ -149,11 +151,13 @@ def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float
     if replica.diloco is not None:
         replica.diloco.take_over(fleet.transport.view.members, keep_work=True)
     else:
+        before = {name: each.detach().clone() for name, each in trainable_parameters(replica.model).items()}
         try:
             with stop.interrupting():
                 _adopt_state(session, replica, fleet)
-        except BaseException:  # the replica stays in the shared start
+        except BaseException:  # the replica stays in the shared start, with none of the others' fragments
             replica.diloco = None
+            load_parameters(replica.model, before)
             raise
     _become_member(session, replica, fleet)
 
@@ -163,7 +167,9 @@ def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
     before = totals.steps
     with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
         totals.steps = fleet.join(timeout_s)
-    totals.sequences += (totals.steps - before) * session.sequences_per_step  # an estimate of what the others trained
+    missed = totals.steps - before
+    totals.missed_steps += missed
+    totals.missed_sequences += missed * session.sequences_per_step  # an estimate
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start

@@ -18,7 +18,7 @@ from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
 from diloco.data import build_corpus, heldout_batches
 from diloco.devices import choose_threads, release_memory, usable_cores, use_device
-from diloco.errors import DiLoCoError, TransportError
+from diloco.errors import CheckpointError, DiLoCoError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -138,8 +138,15 @@ class _Run:
         mirror = Mirror(f"{settings.mirror.rstrip('/')}{below}", self.home, settings.keep)
         fleet.group.done_by_leader(lambda: mirror.claim(self.session.identity, fresh=self.resumed_from is None))
         self.mirror = mirror if fleet.group.leads else None
-        with closing(mirror):
+        try:
             yield
+        except BaseException:  # what ended the run counts, and not that its last upload fails as well
+            try:
+                mirror.close()
+            except CheckpointError as error:
+                self.emit(Note(step=self.step, text=str(error)))
+            raise
+        mirror.close()
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         session, fleet = self.session, self.session.fleet
@@ -320,7 +327,8 @@ class _Run:
         session, totals, settings = self.session, self.session.totals, self.settings
         first, model, replicas = session.replicas[0].diloco, session.replicas[0].model, settings.network.replicas
         sent_bytes, received_bytes = session.traffic()
-        spent_s = totals.compute_s + totals.exchange_s
+        spent_s, taken = totals.compute_s + totals.exchange_s, self.step - totals.missed_steps
+        tokens = totals.sequences * settings.train.sequence_length  # in the steps that were taken here
         return {
             "heldout_loss": evaluation.heldout_loss if evaluation else None,
             "perplexity": evaluation.perplexity if evaluation else None,
@@ -337,8 +345,8 @@ class _Run:
             "shared_start_sent_bytes_per_replica": totals.shared_start_sent_bytes if first else sent_bytes,
             "compute_utilization": session.compute_utilization(),
             "wall_s": totals.wall_s,
-            "tokens_per_s": session.tokens / spent_s if spent_s else None,
-            "model_flops_utilization": session.flops_utilization(spent_s, self.step) if session.pace is None else None,
+            "tokens_per_s": tokens / spent_s if spent_s else None,
+            "model_flops_utilization": session.flops_utilization(spent_s, taken) if session.pace is None else None,
             "rounds_committed": first.rounds_committed if first else 0,
             "rounds_void": first.rounds_void if first else 0,
             "global_params_digest": session.global_digest(),

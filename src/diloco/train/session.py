@@ -38,7 +38,9 @@ class Totals:
     compute_s: float = 0.0
     exchange_s: float = 0.0
     shared_start_sent_bytes: int = 0
-    sequences: int = 0
+    sequences: int = 0  # of all replicas, in the steps that this one took
+    missed_steps: int = 0  # taken by the others while this replica was no member
+    missed_sequences: int = 0
     best_heldout_loss: float | None = None
 
 
@@ -150,7 +152,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """The number of tokens trained so far by all replicas together."""
-        return self.totals.sequences * self.settings.train.sequence_length
+        return (self.totals.sequences + self.totals.missed_sequences) * self.settings.train.sequence_length
 
     @cached_property
     def flops_per_token(self) -> float:
