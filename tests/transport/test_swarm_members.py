@@ -15,16 +15,19 @@ import pytest
 import torch
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol import Entry, Rules
 from diloco.transport import (
     Address,
     Admission,
     Directory,
+    Lost,
     Node,
     NodePlace,
     PeerRecord,
     PeerReport,
     PeerStreams,
     PeerTransport,
+    SwarmPlace,
     join,
     load_identity,
     new_secret,
@@ -128,13 +131,31 @@ def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatc
             swarms.peer(0, **PATIENCE)
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("find", "the peers of the run can't be looked up: the daemon has ended"),
+        ("announce", r"this peer could not be announced \(the daemon has ended\)"),
+    ],
+)
 def test_a_search_that_the_dht_fails_ends_with_an_error_after_which_it_is_repeated(
-    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch, step: str, words: str
 ) -> None:
     """Its errors have no common base class, so that they ended the process with a traceback."""
-    monkeypatch.setattr(Node, "find", mock.AsyncMock(side_effect=RuntimeError("the daemon has ended")))
-    with pytest.raises(TransportError, match="the peers of the run can't be looked up: the daemon has ended"):
+    monkeypatch.setattr(Node, step, mock.AsyncMock(side_effect=RuntimeError("the daemon has ended")))
+    with pytest.raises(TransportError, match=words):
         swarms.peer(0, **PATIENCE)
+
+
+def test_who_loses_its_view_again_and_again_does_not_look_for_all_that_it_ever_knew(swarms: Swarms) -> None:
+    """It dialled the addresses that it had known at each loss, also of peers that had ended days before."""
+    given, longest_gone, there = (f"/ip4/9.9.9.9/tcp/{port}/p2p/Qm" for port in (1, 2, 3))
+    streams = mock.Mock(place=NodePlace(join=(given, longest_gone)))
+    before = mock.Mock(known_entries=lambda: [Entry(1, "Qm", places=(there,))], connections=mock.Mock(streams=streams))
+    lost = Lost(mock.Mock(transport=before), mock.Mock(), {}, 1.0)
+    place = SwarmPlace(identity=swarms.key(0), admission=Admission("run"), node=NodePlace(join=(given,)))
+    with closing(place.transport(Rules(), lost)) as transport:
+        assert streams_of(transport).place.join == (given, there)
 
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:

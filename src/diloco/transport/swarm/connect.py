@@ -39,12 +39,7 @@ _BEATS = 4  # how often a peer that searches announces itself within the time af
 
 
 class SwarmDirectory(Directory):
-    """The directory of one peer.
-
-    Args:
-        place: this peer and its run.
-        held_step, lost: as for `connect`.
-    """
+    """The directory of one peer."""
 
     def __init__(self, transport: PeerTransport, place: SwarmPlace, held_step: int, lost: Lost | None) -> None:
         super().__init__(
@@ -107,13 +102,16 @@ class SwarmDirectory(Directory):
         return [PeerAddress(record.peer_id) for record in self._records]
 
     async def announce(self) -> None:
-        addresses, number = await self._streams.node.addresses(), self.me.number
-        places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
-        self.known[number] = Entry(
-            number, self._streams.me, self.transport.rules.facts, self.me.held_step, places, self._place.name
-        )
-        record = PeerRecord(number, self.swarm, addresses, self._finished)
-        await self._streams.node.announce(self._streams.admission, record)
+        node, number, me = self._streams.node, self.me.number, self._streams.me
+        try:
+            addresses = await node.addresses()
+            places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
+            facts = self.transport.rules.facts
+            self.known[number] = Entry(number, me, facts, self.me.held_step, places, self._place.name)
+            record = PeerRecord(number, self.swarm, addresses, self._finished)
+            await node.announce(self._streams.admission, record)
+        except Exception as error:  # as above
+            raise TransportError(f"this peer could not be announced ({in_short(error)})") from error
 
     def open_up(self) -> None:
         if not self.joining:
@@ -127,9 +125,8 @@ class SwarmDirectory(Directory):
             self._moved.clear()
             try:
                 await self.announce()
-            except Exception as error:  # from the DHT; the next attempt may succeed
-                words = "this peer could not be announced (%s). It tries again in %g s."
-                logging.getLogger(__name__).warning(words, in_short(error), _ANNOUNCE_S)
+            except TransportError as error:  # the next attempt may succeed
+                logging.getLogger(__name__).warning("%s. It tries again in %g s.", error, _ANNOUNCE_S)
             with contextlib.suppress(TimeoutError):
                 await within(_ANNOUNCE_S, self._moved.wait())
 
@@ -240,9 +237,8 @@ class SwarmDirectory(Directory):
             self._take_order(None, encode(order))
         await say(Governed(self._order and self._order.public), reader, writer)
 
-    def _ejected_members(self, order: Order | None) -> set[int]:
-        identities = self.connections.identities
-        return {each for each in self.members if order is not None and identities.get(each) in order.ejected}
+    def _ejected_members(self, order: Order) -> set[int]:
+        return {each for each in self.members if self.connections.identities.get(each) in order.ejected}
 
     def _objection(self, order: Order | None) -> str:
         founder, view = founder_of(self.swarm), self.transport.view
@@ -342,7 +338,7 @@ class SwarmPlace(MeetingPlace):
             before = lost.directory.transport
             known = [each for entry in before.known_entries() for each in entry.places if "/p2p/" in each]
             node = cast(PeerStreams, before.connections.streams).place
-            node = dataclasses.replace(node, join=tuple(dict.fromkeys((*node.join, *known))), insists=False)
+            node = dataclasses.replace(node, join=tuple(dict.fromkeys((*self.node.join, *known))), insists=False)
         number = number_of(identity.peer_id) if self.replica is None else self.replica
         rules = dataclasses.replace(rules, rank=number, together=False)
         return PeerTransport(rules, PeerStreams(identity, node, self.admission), SwarmLinks)
