@@ -20,8 +20,6 @@ from diloco.transport.process_group import ProcessGroupTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.roll_call import RollCall, fresh_store
 
-__all__ = ["connect_process_group", "open_cluster"]
-
 _CONNECTIONS = itertools.count()
 
 

@@ -51,8 +51,6 @@ from diloco.transport.state_wire import Offer, describe
 from diloco.units import diff
 from diloco.waiting import at_once, in_thread
 
-__all__ = ["ProcessGroupTransport", "weighted_bits"]
-
 _HEAD_BYTES, _VOTE_BYTES = 2048, 1024  # a header and a vote, padded
 _MOST_REASON = 200  # characters of the reason for which a contribution is withdrawn
 _PIECE_VALUES = 1 << 22

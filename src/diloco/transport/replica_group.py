@@ -276,17 +276,13 @@ class LeaderTransport(Transport):
 
     All ranks must call `agree`, `average`, `Pending.wait`, `fetch` and `shared` in the same order. An error on position
     0 is raised on every rank, with the same class and message.
-
-    Args:
-        group: the ranks of the replica.
-        transport: position 0's transport to the other replicas; None on the other ranks.
     """
 
     shared_by_ranks = True
 
     def __init__(self, group: ReplicaGroup, transport: Transport | None) -> None:
         self.group = group
-        self.transport = transport
+        self.transport = transport  # to the other replicas, at position 0; None on the other ranks
         self.replica = int(self.shared(lambda leader: leader.replica))
 
     def average(self, contribution: Contribution) -> Pending:

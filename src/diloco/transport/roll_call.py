@@ -25,8 +25,6 @@ from diloco.errors import RendezvousError, ReplicaLostError
 from diloco.transport.replica_group import is_of_the_network
 from diloco.waiting import in_thread, waiting_for
 
-__all__ = ["RollCall", "fresh_store"]
-
 _BEATS = 15  # in a silence
 _POLL_S = 0.02
 _HURRY_S = 0.1  # between two beats of a rank that waits for the others' records
@@ -63,8 +61,6 @@ class RollCall:
 
     Args:
         store: a store that all ranks share and that holds no keys of earlier runs.
-        rank: this rank, 0 <= rank < size.
-        size: the number of ranks.
         silence_s: a rank that has not renewed its record for this long is lost. A third of it is enough once a
             connection has broken.
     """

@@ -36,12 +36,9 @@ def new_secret() -> str:
 def read_secret(path: Path | None, key: str) -> str:
     """Return the secret in a file, or "" if ``path`` is None.
 
-    Args:
-        path: path of the file, or None.
-        key: the setting that names the file, for errors.
-
     Raises:
-        ConfigurationError: if others can read the file, it can't be read, or it holds no secret.
+        ConfigurationError: if others can read the file, it can't be read, or it holds no secret; it names the setting
+            ``key``.
     """
     if path is None:
         return ""

@@ -66,11 +66,6 @@ class Links:
         the earliest upload arrives, takes at least ``8 * received_bytes / bandwidth``, and ends no earlier than the
         last upload plus the latency. A vote, which takes one latency, follows the last download. Then the round is
         committed for all replicas.
-
-        Args:
-            sent_at_s: When each replica submits its contribution.
-            sent_bytes: Bytes that each replica sends.
-            received_bytes: Bytes that each replica receives.
         """
         half_s, bandwidth = self.latency_s / 2, self.bandwidth_bits_per_s
         up_start = np.maximum(sent_at_s, self.up_free_s)

@@ -19,18 +19,7 @@ from msgspec import Meta
 
 from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
-from diloco.protocol import (
-    Beat,
-    Entry,
-    Excluded,
-    GivenUp,
-    Message,
-    MessageError,
-    Refused,
-    Rules,
-    Store,
-    WireMessage,
-)
+from diloco.protocol import Beat, Entry, Excluded, GivenUp, Message, MessageError, Refused, Rules, Store, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
@@ -72,11 +61,7 @@ MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per r
 
 
 class ConnectionManager(ControlThread):
-    """The control connections of this process, by rank.
-
-    Args:
-        rules: The rules of the run, and which rank this is.
-    """
+    """The control connections of this process, by rank."""
 
     def __init__(self, rules: Rules, streams: TcpStreams) -> None:
         super().__init__(rules)
@@ -387,7 +372,8 @@ class ConnectionManager(ControlThread):
             self.hang_up(rank)
         if flushed:
             await asyncio.wait(flushed, timeout=flush_s)
-        self.abort_connections()
+        for transport in list(self.transports):
+            transport.abort()
         if flushed:
             await asyncio.wait(flushed, timeout=FLUSH_S)
         await asyncio.sleep(0)

@@ -73,7 +73,7 @@ class ControlThread:
         self._calling = threading.Lock()  # held while a call is put to the loop, which closes with none left
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._ending: asyncio.Task[None] | None = None
-        self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
+        self.transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
         self.loop = _Loop(_Selector())
         self.loop.set_exception_handler(self._log_failure)
         self._thread = threading.Thread(target=self._run, name=f"diloco-control-{self.rank}", daemon=True)
@@ -207,13 +207,8 @@ class ControlThread:
         self.on_fault()
 
     def keep(self, stream: Stream) -> Stream:
-        self._transports.add(raw_transport(stream[1]))
+        self.transports.add(raw_transport(stream[1]))
         return stream
-
-    def abort_connections(self) -> None:
-        """Abort all registered connections, even if they still have data to send."""
-        for transport in list(self._transports):
-            transport.abort()
 
     async def end(self) -> None:
         """End all connections, and all tasks but the current one."""

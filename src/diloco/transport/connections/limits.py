@@ -20,10 +20,6 @@ class ConnectionLimit(Generic[T]):
     A new connection is always let in. At a limit it replaces the oldest one of its own origin, or of the origin that
     has the most. A flood of idle connections from one origin therefore keeps nobody else out.
 
-    Args:
-        most: The number of connections in total.
-        most_of_one: The number of connections of one origin.
-
     >>> limit = ConnectionLimit[str](3, most_of_one=2)
     >>> [limit.enter(f"a{n}", ["peer a"]) for n in range(3)]  # peer a may have only two
     [None, None, 'a0']
@@ -114,8 +110,7 @@ async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S]) -> li
 def pauses(first_s: float, longest_s: float, seed: str) -> Iterator[float]:
     """Yield pauses in seconds that double up to a limit, each shortened by up to half so that peers do not act in step.
 
-    Args:
-        seed: The pauses are a function of it; peers need different ones.
+    They are a function of ``seed``; peers need different ones.
 
     >>> pauses_s = pauses(1.0, 4.0, seed="rank 0")
     >>> [0.5 * most_s <= next(pauses_s) <= most_s for most_s in (1.0, 2.0, 4.0, 4.0)]

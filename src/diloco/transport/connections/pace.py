@@ -25,7 +25,6 @@ _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
 _LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, which says nothing about the path
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
-
 _SHARE = 1.1  # of the uplink that the links may use together: more than all of it, to find a faster path
 _HELD = 0.9  # a link that sends at this part of its share, or at more, is held by it
 _HIGHER = 1.07  # a rate of more than so many times the highest one shows a faster path; less than `_SHARE`
@@ -99,10 +98,8 @@ class Pace:
     def note(self, num_bytes: int, seconds: float, *, resent: int, round_trip_s: float) -> None:
         """Take note of a transfer, from its first byte to its last acknowledgement.
 
-        Args:
-            num_bytes: what the peer has acknowledged, as it was sent: compressed, and without our acknowledgements.
-            resent: the bytes sent again meanwhile.
-            round_trip_s: the shortest round trip.
+        ``num_bytes`` are those that the peer has acknowledged, as they were sent: compressed, and without our
+        acknowledgements. Those in ``resent`` were sent again meanwhile.
         """
         if num_bytes < _FULL_BYTES or seconds < _FULL_TRIPS * round_trip_s:
             return

@@ -294,7 +294,7 @@ class Peer:
 
     def acknowledge(self, part: Part) -> None:
         message = part.message
-        if part.acknowledged or message not in self._in_flight or self._error is not None:
+        if part.acknowledged or message not in self._in_flight:
             return
         part.acknowledged = True
         self._transfer_bytes += len(part.body)
@@ -304,16 +304,9 @@ class Peer:
             self._in_flight.remove(message)
             message.sent.set_result(None)
             if not self._in_flight:
-                self._end_transfer()
-
-    def _end_transfer(self) -> None:
-        now_s, now, before = self._loop.time(), self.counters(), self._counted
-        self.pace.note(
-            self._transfer_bytes,
-            now_s - self._began_s,
-            resent=max(0, now.resent - before.resent),  # a stripe that ended takes its count along
-            round_trip_s=now.round_trip_s,
-        )
+                now, lasted_s = self.counters(), self._loop.time() - self._began_s
+                resent = max(0, now.resent - self._counted.resent)  # a stripe that ended takes its count along
+                self.pace.note(self._transfer_bytes, lasted_s, resent=resent, round_trip_s=now.round_trip_s)
 
     def counters(self) -> TcpCounters:
         return sum_of(stripe.counters() for stripe in list(self.stripes.values()))

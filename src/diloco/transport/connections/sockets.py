@@ -79,6 +79,8 @@ class Credentials:
             TransportError: The other end does not speak TLS, or shows a certificate that can't be read.
             OSError: The connection ended.
         """
+        from cryptography import x509
+
         raw = cast(asyncio.Transport, writer.transport)
         if reader._buffer:  # type: ignore[attr-defined]  # nothing public says whether there is any
             raw.abort()
@@ -98,7 +100,8 @@ class Credentials:
             raise
         _RAW[writer.transport] = raw
         try:
-            return _public_key(writer)
+            shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            return _to_der(x509.load_der_x509_certificate(shown).public_key())
         except Exception as error:  # OpenSSL accepts more certificates than the parser, whose errors have many types
             raw.abort()
             raise TransportError(f"the other side shows a certificate that can't be read ({error})") from error
@@ -107,13 +110,6 @@ class Credentials:
 def raw_transport(writer: asyncio.StreamWriter) -> asyncio.WriteTransport:
     """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
     return _RAW.get(writer.transport, writer.transport)
-
-
-def _public_key(writer: asyncio.StreamWriter) -> bytes:
-    from cryptography import x509
-
-    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return _to_der(x509.load_der_x509_certificate(shown).public_key())
 
 
 def _to_der(key: Any) -> bytes:

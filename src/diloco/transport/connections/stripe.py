@@ -169,15 +169,12 @@ _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all 
 
 
 class Stripe(asyncio.BufferedProtocol):
-    """Takes over an open connection between two ranks that have introduced themselves.
-
-    Attributes:
-        ended: Resolved with the reason when the connection has ended.
-    """
+    """Takes over an open connection between two ranks that have introduced themselves."""
 
     MOST_FORGOTTEN = 1 << 11  # parts that were sent, are wanted no more, and fit into the buffers of any path
 
     def __init__(self, peer: Peer, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True) -> None:
+        # resolved with the reason when the connection has ended
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._socket = transport.get_extra_info("socket")  # not to be had any more from a TLS connection that has ended

@@ -56,8 +56,6 @@ def connect(
     from a checkpoint must therefore save and load ``directory.transport.state_dict()`` along with that of `DiLoCo`.
 
     Args:
-        place: this rank, and where it meets the others.
-        rules: the rules of the run.
         held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
         lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
         closed: why nobody can join at first; "" if all can.

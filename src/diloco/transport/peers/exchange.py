@@ -77,10 +77,7 @@ _MEANS = 1 << 16  # what is added to the piece numbers of means
 class PayloadExchange:
     """The payloads of one round between this rank and its peers, from when it has begun. `run` reports a failure.
 
-    It is made in the thread of the peers.
-
-    Args:
-        peers: Those of the members that are connected, by replica.
+    It is made in the thread of the peers, which are those of the members that are connected, by replica.
     """
 
     def __init__(
@@ -147,10 +144,9 @@ class PayloadExchange:
             self.verdict.set_result(given)
 
     def run(self, on_mean: Callable[[str], None]) -> dict[str, Any]:
-        """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
+        """Sum the payloads, until the exchange has ended, and tell ``on_mean`` the digest of the mean.
 
-        Args:
-            on_mean: called with the digest of the mean.
+        Return what `Rounds.end_exchange` takes.
         """
         try:
             given = self.verdict.result()

@@ -51,11 +51,6 @@ class PeerTransport(Transport):
 
     Contributions are sent in the background as soon as they are submitted, and `Pending.wait` waits for the rest.
     Public methods are for the training thread.
-
-    Args:
-        rules: The rules of the run, and which rank this is.
-        streams: How connections are opened and accepted.
-        links: The class of the payload links, which the network may choose.
     """
 
     def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:

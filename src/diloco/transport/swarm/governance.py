@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +22,6 @@ from diloco.private_files import read_private, replace_private
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport.swarm.identity import Admission, Identity, identity_of
 from diloco.units import visible
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.padding import PSS
-    from cryptography.hazmat.primitives.hashes import SHA256
 
 _MOST = 64  # so that an order fits into a message to a peer that has just connected
 _PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,100}\Z"  # base 58, as identities are: it is shown to users
@@ -164,7 +160,8 @@ def save_order(identity: Path, order: Order) -> None:
     replace_private(identity.with_suffix(".order"), encode(order))
 
 
-def _scheme() -> tuple[PSS, SHA256]:
+def _scheme() -> tuple[Any, Any]:
+    """Return the padding and the hash of signatures."""
     from cryptography.hazmat.primitives.asymmetric.padding import MGF1, PSS
     from cryptography.hazmat.primitives.hashes import SHA256
 

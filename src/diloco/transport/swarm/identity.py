@@ -186,12 +186,6 @@ def _is_bytes(packed: bytes) -> bool:
     return bool(size) and int.from_bytes(packed[1 : 1 + size], "big") == len(packed) - 1 - size
 
 
-def make_subkey(identity: Identity) -> bytes:
-    """Return the subkey under which only this identity can store records."""
-    key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
-    return key
-
-
 @dataclass(frozen=True)
 class Admission:
     """The rules by which a peer admits others, applied before anything else in a stream is read."""

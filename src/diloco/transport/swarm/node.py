@@ -20,15 +20,7 @@ from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.engine import in_short, load_engine
-from diloco.transport.swarm.identity import (
-    Admission,
-    Identity,
-    NodePlace,
-    PeerRecord,
-    load_identity,
-    make_subkey,
-    make_validator,
-)
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity, make_validator
 from diloco.transport.tcp.doctor import obstacle
 from diloco.waiting import waiting_for
 
@@ -51,20 +43,16 @@ Handler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Await
 
 
 class Node:
-    """A running peer, created by `start`.
-
-    Args:
-        p2p: Hivemind's object for the daemon that it has started.
-        folder: Holds the sockets of the daemon, over which anyone could act as this peer; removed with it.
-    """
+    """A running peer, created by `start`."""
 
     def __init__(self, identity: Identity, place: NodePlace, p2p: Any, folder: Path) -> None:
         self.peer_id = identity.peer_id
         self._place = place
-        self._p2p = p2p
-        self._folder = folder
+        self._p2p = p2p  # Hivemind's object for the daemon that it has started
+        self._folder = folder  # of the daemon's sockets, over which anyone could act as this peer
         self._dht: Any = None
-        self._subkey = make_subkey(identity)
+        # under which only this peer can store records
+        self._subkey: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -240,7 +228,8 @@ class Node:
     async def _connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         engine = load_engine()
         try:
-            places = [engine.Multiaddr(_bare(each)).to_bytes() for each in addresses]
+            bare = [re.sub(r"/p2p/[^/]*\Z", "", each) for each in addresses]  # the daemon gets the identity separately
+            places = [engine.Multiaddr(each).to_bytes() for each in bare]
         except Exception as error:  # the parser raises errors of many types
             raise OSError(f"the addresses of {peer_id} are invalid ({in_short(error)})") from error
         asked = engine.p2pd_pb2.ConnectRequest(peer=_bytes_of(peer_id), addrs=places)
@@ -280,13 +269,7 @@ class Node:
 async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
     """Run a peer that does not train, through which others find each other, until cancelled.
 
-    Args:
-        identity: file of the peer's private key.
-        place: where the peer listens, and the peers that it knows.
-        ready: called with the peer's addresses once it can be reached.
-
-    Raises:
-        RendezvousError, TransportError: if the peer can't be started.
+    ``ready`` is called with its addresses once it can be reached. Errors are those of `Node.start`.
     """
     node = await Node.start(load_identity(identity), place)
     try:
@@ -336,12 +319,6 @@ async def _no_entrance(addresses: Sequence[str], why: str) -> str:
 
 def _peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
-
-
-def _bare(address: str) -> str:
-    """Return a multiaddress without the identity at its end, which the daemon gets separately."""
-    head, marker, tail = address.rpartition("/p2p/")
-    return head if marker and "/" not in tail else address
 
 
 def _bytes_of(peer_id: str) -> bytes:

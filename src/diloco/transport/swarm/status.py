@@ -217,10 +217,7 @@ class StatusClient:
 
         They agree on a view without the peer next, which `ask` shows.
 
-        Args:
-            peer: the identity of the peer.
-            founder: the identity of the peer that has founded the swarm, which signs the order.
-            file: does not exist yet.
+        The founder signs the order, and the file does not exist yet.
 
         Raises:
             RendezvousError: the member that was asked refuses; the file is removed.
@@ -301,8 +298,6 @@ async def open_status_client(
 
     Args:
         identity: file of a private key, created if it does not exist.
-        place: the peers through which to enter the network.
-        admission: the run, and the rules for admission.
         speaker: the identity that members see, if not that of the file; its own peer may be running.
 
     Raises:

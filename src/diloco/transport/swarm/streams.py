@@ -239,7 +239,6 @@ class SwarmLinks(PeerLinks):
         peer = self.connections.peers.get(rank)
         if peer is not None and rank < self.connections.rank and not peer.dials:
             peer.dials = True
-            peer.keeping.clear()  # of what has tried before
             if peer.wanted:
                 self.keep_at_least(peer, 1)
 

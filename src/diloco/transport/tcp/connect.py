@@ -85,7 +85,13 @@ class Place(MeetingPlace):
         """Listen; return where all meet, and whether that is here."""
         connections, (host, ports) = transport.connections, self.listen
         connections.most_ranks = self.num_replicas * self.ranks_per_replica
-        host = host or _my_host(self.rendezvous)
+        try:
+            host = host or local_host_towards(self.rendezvous)
+        except OSError as error:
+            raise RendezvousError(
+                f"there is no route to the rendezvous {self.rendezvous.host!r}: {error}. Use another name or an "
+                "address."
+            ) from error
         hosts = self.rank == 0 and connections.call(_host_rendezvous(connections, self.rendezvous, host))
         if not hosts:
             connections.listen(host, ports, host)
@@ -116,15 +122,6 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
             if connections.loop.time() > deadline_s:
                 return False
         await asyncio.sleep(_LISTEN_AGAIN_S)
-
-
-def _my_host(rendezvous: Address) -> str:
-    try:
-        return local_host_towards(rendezvous)
-    except OSError as error:
-        raise RendezvousError(
-            f"there is no route to the rendezvous {rendezvous.host!r}: {error}. Use another name or an address."
-        ) from error
 
 
 @contextmanager

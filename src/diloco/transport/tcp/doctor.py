@@ -85,13 +85,9 @@ async def obstacle(host: str, port: int, timeout_s: float) -> str:
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
-    """Check the network path to ``address``.
+    """Check the network path to the control port of a replica, or to a listening doctor.
 
-    Args:
-        address: address of the control port of a replica, or of a listening doctor.
-        num_bytes: number of bytes to transfer in each direction.
-        timeout_s: time limit of each step of the check, in seconds.
-        secret: secret of the peer's run; "" if it has none.
+    ``num_bytes`` go in each direction, and each step may take ``timeout_s``.
     """
     if problem := await obstacle(address.host, address.port, timeout_s):
         return Finding(problem)

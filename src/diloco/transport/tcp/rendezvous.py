@@ -41,7 +41,6 @@ class TcpDirectory(Directory):
         entries: of this process, and of others from a view that it has lost.
         meeting: the address at which the ranks meet; another one at which a member may answer.
         gathers: whether this process collects the ranks.
-        more: see `Directory`.
     """
 
     answers = Members | Looking | Gathering
