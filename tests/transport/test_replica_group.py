@@ -13,6 +13,7 @@ import torch.distributed as dist
 from diloco.algorithm import RoundId, weighted_mean
 from diloco.errors import (
     CheckpointError,
+    CodecError,
     ConfigurationError,
     DivergedError,
     RendezvousError,
@@ -43,7 +44,8 @@ def rank_tells(rank: int, folder: Path) -> None:
     said = numbers[position]
     assert (group.replica, group.position, group.size, group.leads) == (replica, position, 3, position == 0)
     assert group.gather(torch.tensor([said, -said])).tolist() == [[number, -number] for number in numbers]
-    assert group.gather_texts("é" * position) == ["", "é", "éé"]
+    text = "é\udcff"  # a path that is not UTF-8 ended this rank, and the others waited
+    assert group.gather_texts(text * position) == ["", text, 2 * text]
     assert group.share({"said": said, "words": ["é", None, 0.1]}) == {"said": numbers[0], "words": ["é", None, 0.1]}
     assert group.share(None) is None
     assert group.share_(torch.full((2, 2), said)).tolist() == [[numbers[0]] * 2] * 2
@@ -187,6 +189,9 @@ def rank_hears(position: int, folder: Path) -> None:
         kind = type(error) if group.leads else ReplicaLostError
         with pytest.raises(kind, match=f"{'' if group.leads else 'Position 0 of replica 1 .*'}{error.args[0]}"):
             transport.shared(act)
+    own = type("OwnError", (CodecError,), {})  # of a plug-in; it was an AttributeError elsewhere
+    with pytest.raises(own if group.leads else CodecError, match="it can't encode this"):
+        transport.shared(mock.Mock(side_effect=own("it can't encode this")))
     transport.tick()
     transport.publish(lambda fragment: {})
     group.close()

@@ -177,7 +177,7 @@ class ProcessGroupTransport(Transport):
             ]
             mean, reason = self._mean(mine, plan, contributions)
         vote = f"{_digest(mean) if mean is not None and not reason else ''}\n{reason}"
-        ballots = self._everyone.gather(_padded(vote.encode(), _VOTE_BYTES))
+        ballots = self._everyone.gather(_padded(vote.encode(errors="replace"), _VOTE_BYTES))
         votes = [_content(ballots[rank]).decode(errors="ignore").split("\n", 1) for rank in self._ranks]
         reason = next((reason for _, reason in votes if reason), "")
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
@@ -325,7 +325,7 @@ class ProcessGroupTransport(Transport):
             parts = [bytearray(encode(offer)), *values.parts]
         except Exception as error:  # of any kind: the other rank waits for an answer
             refusal = str(error) if isinstance(error, TransportError) else f"it can't copy its state: {error}"
-        head = f"{len(parts[0]) if parts else 0}\n{refusal}".encode()
+        head = f"{len(parts[0]) if parts else 0}\n{refusal}".encode(errors="replace")
         for data in [_padded(head, _VOTE_BYTES), *(torch.frombuffer(part, dtype=torch.uint8) for part in parts)]:
             self._messages.send([data], self._ranks[self._roll_ranks.index(rank)], 0).wait()
 

@@ -121,12 +121,14 @@ class ReplicaGroup:
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).any())
 
     def gather_texts(self, text: str) -> list[str]:
-        data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        # a path in an error may not be UTF-8, and the other ranks wait
+        data = torch.frombuffer(bytearray(text.encode(errors="surrogatepass") + b"\0"), dtype=torch.uint8)
         lengths = [int(length) for length in self.gather(torch.tensor(data.numel(), dtype=torch.int64, device="cpu"))]
         padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
         rows = self.gather(padded)
-        return [rows[position, : length - 1].numpy().tobytes().decode() for position, length in enumerate(lengths)]
+        texts = (row[: length - 1].numpy().tobytes() for row, length in zip(rows, lengths, strict=True))
+        return [each.decode(errors="surrogatepass") for each in texts]
 
     def share(self, value: Any) -> Any:
         """Return the ``value`` of position 0, which JSON must be able to represent; other ranks' values are ignored."""
@@ -359,7 +361,8 @@ class LeaderTransport(Transport):
 
 def _described(error: DiLoCoError) -> dict[str, Any]:
     fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor", "digest")}
-    return {"class": type(error).__name__, "message": str(error), "fields": fields}
+    known = next(each for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
+    return {"class": known.__name__, "message": str(error), "fields": fields}
 
 
 def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
