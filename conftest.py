@@ -1,13 +1,17 @@
-"""Hooks that make pytest start faster: it imports only files that have tests or doctests, and the garbage collector
-skips every object created before the first test."""
+"""Hooks that make tests faster: pytest imports only files that have tests or doctests, the garbage collector skips what
+was created before the first test, and one server forks processes for all test processes."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.processes import start_server, use_server
 
 
 @pytest.hookimpl(wrapper=True)
@@ -21,3 +25,15 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, in the process that starts the test processes. The server takes ten seconds to import."""
+    if sys.platform == "linux":
+        node.workerinput["server"] = start_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if server := getattr(config, "workerinput", {}).get("server"):
+        use_server(*server)

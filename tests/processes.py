@@ -2,7 +2,7 @@
 
 Processes are forked from a server that has already imported torch and the package, so each starts in milliseconds. A
 child exchanges values with the test through `report` and `receive`, and the test with a child through
-`Processes.next_report` and `Processes.send`.
+`Processes.next_report` and `Processes.send`. All test processes of a session share one server: see `/conftest.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
-
-import torch
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 PRELOADED = [
@@ -74,9 +72,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_server() -> tuple[str, str]:
+    """Start the server if none runs, and return its address, and a file of which it ends once nobody has it open."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, ONE_THREAD):
+        multiprocessing.forkserver.ensure_running()
+    server = multiprocessing.forkserver._forkserver
+    return server._forkserver_address, f"/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}"
+
+
+def use_server(address: str, alive: str) -> None:
+    """Use the server that another process has started."""
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(alive, os.O_WRONLY)
+    multiprocessing.forkserver.ensure_running = server.ensure_running = lambda: None
+
+
 def _child(rank: int, job: bytes, parent: Connection) -> None:
     global _parent
     _parent = parent
+    import torch  # the server has imported it
+
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     os.environ.update(ONE_THREAD)
     os.fsync = lambda descriptor: None  # as in the test process; see conftest.py
     torch.set_num_threads(1)
@@ -123,9 +141,7 @@ class Processes:
     def __init__(self) -> None:
         self.members: list[_Member] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)  # takes effect when a session starts its first process
-        with mock.patch.dict(os.environ, ONE_THREAD):
-            multiprocessing.forkserver.ensure_running()
+        start_server()
 
     def __enter__(self) -> Processes:
         return self
