@@ -16,16 +16,17 @@ STAMP := $(VENV)/.installed
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
+# without bytecode of all modules, which takes a minute; those that are imported get theirs then
 $(TO_TRAIN): pyproject.toml setup.py constraints.txt src/diloco/algorithm/codec/_kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[watch]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt setuptools wheel torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation --editable '.[watch]'
 	@touch $@
 
-# without bytecode of all modules, which takes a minute; those that are imported get theirs then
+# the package itself is there already
 $(STAMP): $(TO_TRAIN)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt 'diloco[dev]'
 	@touch $@
 
 setup: $(STAMP) ## create .venv and install the dependencies of tests, documentation and extras
