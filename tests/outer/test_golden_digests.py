@@ -48,7 +48,7 @@ class Case:
 
 
 CASES = {
-    "diloco": Case("f1c157409ff43cde", schedule=SyncSchedule(inner_steps=5), digest_of_shards="f1c157409ff43cde"),
+    "diloco": Case("f1c157409ff43cde", schedule=SyncSchedule(inner_steps=5)),
     "streaming fp4, one step of overlap": Case(
         "ef40df061a6a4bfe", arguments={"codec": "fp4"}, digest_of_shards="a44e006fe0354dce"
     ),
@@ -56,17 +56,13 @@ CASES = {
     "int8 with error feedback": Case(
         "a8dcc99c2886b7da", arguments={"codec": "int8", "error_feedback": 1.0}, digest_of_shards="e34bf2afe339f9d2"
     ),
-    "topk2": Case(
-        "4a4dd28a97fa0b9a", arguments={"codec": "topk2", "error_feedback": 1.0}, digest_of_shards="b2940b8d21b854bc"
-    ),
+    "topk2": Case("4a4dd28a97fa0b9a", arguments={"codec": "topk2", "error_feedback": 1.0}),
     "bfloat16": Case("d7851e08e9a587ed", 3, arguments={"codec": "bfloat16"}),
     "eight replicas with encoded means": Case(
         "ae141d2a52e32645", 8, SyncSchedule(inner_steps=5), arguments={"codec": "fp4"}
     ),
     "a whole round late": Case(
-        "9409e2307f815f55",
-        schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
-        digest_of_shards="9409e2307f815f55",
+        "9409e2307f815f55", schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4)
     ),
     "isotropic means": Case(
         "e64749ae2b5230b6", arguments={"isotropic": True}, shapes=MATRICES, digest_of_shards="e64749ae2b5230b6"
@@ -204,14 +200,14 @@ def test_digests_are_those_of_version_0_5(name: str) -> None:
     assert [in_process(CASES[name], parts) for parts in PARTS] == [CASES[name].digest] * 2
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_replicas < 8])
+@pytest.mark.parametrize("name", ["alpha merge", "int8 with error feedback", "a whole round late"])
 def test_digests_over_sockets(name: str) -> None:
-    """Eight replicas: `tests/transport/test_process_group.py`."""
+    """The others differ by what every transport is given alike; eight replicas: `test_process_group`."""
     assert over_sockets(CASES[name], PARTS[1]) == CASES[name].digest
 
 
-OF_RANKS = ("streaming fp4, one step of overlap", "topk2")
-"""The others: `tests/transport/test_process_group.py`."""
+OF_RANKS = ("streaming fp4, one step of overlap", "isotropic means")
+"""Error feedback: `tests/transport/test_process_group.py`."""
 
 
 def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, str]:

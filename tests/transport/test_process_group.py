@@ -77,7 +77,7 @@ class TestProcessGroupContract(TransportContract):
         return make
 
 
-@pytest.mark.parametrize("name", ["alpha merge", "bfloat16", "eight replicas with encoded means"])
+@pytest.mark.parametrize("name", ["alpha merge", "eight replicas with encoded means"])
 def test_digests_are_those_of_every_other_transport(name: str, groups: Groups) -> None:
     """With a stop, at which a fragment is in flight."""
     case = CASES[name]
@@ -244,21 +244,19 @@ def test_without_torch_distributed_it_says_what_to_do() -> None:
         connect_process_group().__enter__()
 
 
-OF_RANKS = ("int8 with error feedback", "a whole round late")
+LOSSY = CASES["int8 with error feedback"]
 
 
-def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Train each case with a stop, as one of the two ranks of one of two replicas."""
+def rank_of_two(rank: int, folder: Path) -> str:
+    """Train with a stop, as one of the two ranks of one of two replicas, and return the digest."""
     begin(rank, 4, folder)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     refused = pytest.raises(ConfigurationError, match="sharded over 4 ranks, but a replica has 2")
     with connect_process_group(mesh, silence_s=3.0) as transport, refused:
         Replica(transport.replica, transport, CASES["diloco"], sharded=True)
-    digests = {}
     with mock.patch(f"{Replica.__module__}.fully_shard", partial(fully_shard, mesh=mesh["shard"])):
-        for name in names:
-            transports = (connect_process_group(mesh, silence_s=3.0) for _ in PARTS[1])
-            digests[name] = train_in_parts(rank // 2, CASES[name], PARTS[1], transports, sharded=True)
+        transports = (connect_process_group(mesh, silence_s=3.0) for _ in PARTS[1])
+        digest = train_in_parts(rank // 2, LOSSY, PARTS[1], transports, sharded=True)
     with connect_process_group(mesh, ranks="whole", silence_s=3.0) as transport:  # the first rank of each talks
         average = transport.average(contribution(transport.replica, codec="fp4")).wait()
     pair = [contribution(replica, codec="fp4") for replica in range(2)]
@@ -268,15 +266,14 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, str]
         with pytest.raises(ConfigurationError, match=r"of the 4 ranks must be in one|none is called 'replica'"):
             connect_process_group(unfit).__enter__()
     dist.destroy_process_group()
-    return digests
+    return digest
 
 
-def test_digests_of_two_ranks_with_half_of_each_parameter(tmp_path: Path) -> None:
-    """Of two cases: the others differ by what every transport is given alike."""
-    digests = {name: CASES[name].digest_of_shards for name in OF_RANKS}
+def test_the_digest_of_two_ranks_with_half_of_each_parameter(tmp_path: Path) -> None:
+    """Of one case: the others differ by what every transport is given alike."""
     with Processes() as processes:
-        processes.start(4, rank_of_two, list(digests), tmp_path)
-        assert processes.results(timeout_s=180)[0] == digests
+        processes.start(4, rank_of_two, tmp_path)
+        assert processes.results(timeout_s=180)[0] == LOSSY.digest_of_shards
 
 
 def loses_a_rank(rank: int, folder: Path, waits: str) -> str:
