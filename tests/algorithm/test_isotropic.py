@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco import DiLoCo, InProcessTransport, Nesterov, SyncSchedule
+from diloco import DiLoCo
 from diloco.algorithm import FragmentLayout, digest_tensors, isotropic, newton_schulz
 from diloco.errors import ConfigurationError
 
@@ -77,31 +77,6 @@ def test_other_tensors_and_the_mean_stay() -> None:
     changed = [name for name, part in layout.named(made).items() if not torch.equal(part, layout.named(mean)[name])]
     assert changed == ["matrix"]
     assert isotropic(mean, layout, {"of another fragment": some}) is mean
-
-
-def left_to_learn(*, isotropic: bool) -> float:
-    """Train two replicas towards a matrix, each column of which has a fraction of the gradient of the last one."""
-    target, fractions = random((6, 6)), torch.logspace(0, -3, 6)
-    transport, replicas = InProcessTransport(2), []
-    for number in range(2):
-        model = nn.Linear(6, 6, bias=False)
-        nn.init.zeros_(model.weight)
-        inner = torch.optim.SGD(model.parameters(), lr=0.4)
-        more = {"schedule": SyncSchedule(inner_steps=4), "outer_optimizer": Nesterov(momentum=0.6)}
-        diloco = DiLoCo(model, inner, transport=transport.endpoint(number), isotropic=isotropic, **more)
-        replicas.append((model, inner, diloco))
-    for _ in range(12 * 4):
-        for model, inner, diloco in replicas:
-            model.weight.grad = (model.weight.detach() - target) * fractions
-            inner.step()
-            diloco.begin()
-        for *_, diloco in replicas:
-            diloco.finish()
-    return float((replicas[0][0].weight.detach() - target).norm() / target.norm())
-
-
-def test_directions_with_small_gradients_are_learnt_sooner() -> None:
-    assert left_to_learn(isotropic=True) < 0.5 * left_to_learn(isotropic=False)
 
 
 def test_models_without_hidden_matrices_are_refused() -> None:

@@ -269,18 +269,6 @@ def measured(outer: OuterOptimizer, means: list[Tensor]) -> list[SimpleNamespace
     return measures
 
 
-def test_the_first_outer_step_is_lr_times_1_plus_mu_and_equal_means_approach_the_gain() -> None:
-    mean = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    found = measured(Nesterov(learning_rate=0.4, momentum=0.9), [mean] * 150)
-    assert found[0].mean_norm == pytest.approx(float(mean.norm()))
-    assert (found[0].mean_cosine, found[0].momentum_cosine) == (None, None)
-    assert found[0].gain == pytest.approx(0.4 * 1.9, rel=1e-4)
-    assert found[1].gain == pytest.approx(0.4 * 2.71, rel=1e-4)
-    assert found[-1].gain == pytest.approx(0.4 / (1 - 0.9), rel=1e-3)
-    assert found[-1].mean_cosine == pytest.approx(1)
-    assert found[-1].momentum_cosine == pytest.approx(1)
-
-
 def test_cosines_of_orthogonal_and_opposite_means() -> None:
     one, other = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
     found = measured(Nesterov(learning_rate=1.0, momentum=0.5), [one, other, -other])

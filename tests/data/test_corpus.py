@@ -26,7 +26,7 @@ from diloco.data import (
 from diloco.errors import ConfigurationError, DataError
 from tests.cli.runs import full_disk
 from tests.finetuning import write_records
-from tests.runs import numbered, train
+from tests.runs import numbered
 
 
 def split(documents: list[str], fraction: float) -> tuple[list[str], list[str]]:
@@ -133,14 +133,6 @@ def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, folder: Path, bp
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
     for each in (settings, at(place)):
         assert heldout_data(each, expected.tokenizer, 16)[:].tolist() == expected.heldout[:].tolist()
-
-
-def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, tmp_path: Path) -> None:
-    whole = train(text, tmp_path / "text", "--data.heldout-fraction 0.2")
-    train(folder, tmp_path / "tokens", "--stop-after 5")
-    mapped = train(folder, tmp_path / "tokens", f"--resume {tmp_path / 'tokens'}")
-    for name in ("global_params_digest", "heldout_loss", "bits_per_byte", "epochs"):
-        assert mapped[name] == whole[name], name
 
 
 def test_folders_one_after_the_other(folder: Path, tmp_path: Path) -> None:

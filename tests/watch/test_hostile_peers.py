@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,14 @@ def test_peers_that_change_their_numbers_or_identities_fill_no_memory() -> None:
     assert len(shown(swarm_of(report(0, *rounds)))[0]["grid"]["cells"]) <= 256
 
 
-def test_rounds_of_one_peer_fill_no_memory_and_hide_none_of_the_others() -> None:
+def test_rounds_of_one_peer_fill_no_memory_and_hide_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["diloco.watch.history"], "MAX_BYTES", 8 << 20)
     swarm, note = swarm_of(*(report(m, made.sent(m, 0, 0)) for m in (0, 1))), "\U0001f469" * 4_000
-    flood = [made.committed(2, fragment, k, note=note) for k in range(64) for fragment in range(80)]
-    for first in range(0, len(flood), 600):
-        swarm.take([report(2, *flood[first : first + 600], next_event=first + 600)], NOW_S)
+    flood = [made.committed(2, fragment, k, note=note) for k in range(64) for fragment in range(10)]
+    for first in range(0, len(flood), 320):
+        swarm.take([report(2, *flood[first : first + 320], next_event=first + 320)], NOW_S)
     cells = shown(swarm)[0]["grid"]["cells"]
-    assert sum(len(cell["why"].encode()) for cell in cells.values()) < 64 << 20
+    assert sum(len(cell["why"].encode()) for cell in cells.values()) < 8 << 20
     assert cells["0:0"]["sent"] == [0, 1]
 
 
