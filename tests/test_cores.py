@@ -1,8 +1,6 @@
 """The cores that a process may use, and the environment variables of OpenMP."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,23 +57,3 @@ def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
     environment = {name: "7"}
     set_thread_share(environment, 4)
     assert environment == {name: "7"}
-
-
-def environment_after(program: str) -> str:
-    """Run ``program`` in a new process, and return ``GOMP_SPINCOUNT`` and whether torch has been loaded at its end."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    tell = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{tell}"], env=clean, capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stderr.strip()
-
-
-def test_the_command_chooses_how_to_wait_before_torch_is_loaded() -> None:
-    assert (
-        environment_after("import sys; sys.argv[1:] = ['--help']\nimport diloco.cli; diloco.cli.main()") == "1000 False"
-    )
-
-
-def test_nothing_is_chosen_in_a_program_of_somebody_else() -> None:
-    assert environment_after("import diloco, diloco.cli; diloco.cli.main(['--version'])") == "None False"

@@ -17,9 +17,7 @@ from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, collect_
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport
 from tests.algorithm.codecs import ACCURATE, COARSE
-from tests.runs import train
 from tests.same import same
-from tests.transport.test_same_bits import in_process, over_sockets
 
 ROOT = Path(diloco.__file__).parent
 FACTORIES = {f"torch.{function.__name__}" for function in _device_constructors()}
@@ -126,24 +124,6 @@ def test_a_global_default_of_torch_changes_no_bit(codec: str) -> None:
     plain = histories(make, feedback, torch.enable_grad)
     for name, default in DEFAULTS.items():
         assert same(histories(make, feedback, default), plain), name
-
-
-def test_nor_over_sockets() -> None:
-    plain = in_process(3, "fp4", mean_codec="int8")
-    with DEFAULTS["bfloat16"](), DEFAULTS["deterministic"]():
-        assert over_sockets(3, "fp4", mean_codec="int8")[0] == plain
-
-
-def test_nor_in_a_whole_run_which_is_resumed(data: Path, tmp_path: Path) -> None:
-    ends = []
-    for name, default in {"plain": torch.enable_grad, **DEFAULTS}.items():
-        if name in ("plain", "bfloat16", "default-device"):
-            with default():
-                train(data, tmp_path / name, "--evaluation.every-steps 4 --steps 4")
-                more = f"--evaluation.every-steps 4 --steps 8 --checkpoint.resume {tmp_path / name}"
-                summary = train(data, tmp_path / name, more)
-            ends.append([summary[each] for each in ("global_params_digest", "heldout_loss", "bits_per_byte", "tokens")])
-    assert ends[1:] == ends[:1] * 2
 
 
 @pytest.mark.parametrize("default", ["float16", "deterministic", "default-device", "autocast"])

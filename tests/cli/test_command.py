@@ -134,19 +134,26 @@ def python(*code: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_help_presets_and_refusals_import_no_torch() -> None:
+def test_help_presets_and_refusals_import_no_torch_and_the_command_alone_chooses_how_its_threads_wait() -> None:
+    """As that is read when torch is imported; a program of somebody else that calls `main` chooses for itself."""
     code = """
-import contextlib, io, sys
+import contextlib, io, os, sys
+for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_"))]:
+    del os.environ[name]
 from diloco.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     calls = ["--help", "--version", "presets", "train --help", "evaluate --help", "train --codec zip"]
     codes = [main(call.split()) for call in calls]
-assert codes == [0, 0, 0, 0, 0, 2], codes
+waiting = [os.environ.get("GOMP_SPINCOUNT")]
+sys.argv[1:] = ["--version"]
+codes.append(main())
+waiting.append(os.environ.get("GOMP_SPINCOUNT"))
+assert (codes, waiting) == ([0, 0, 0, 0, 0, 2, 0], [None, "1000"]), (codes, waiting)
 print([name for name in ("torch", "tensorboard", "rich", "tokenizers", "pyarrow", "wandb") if name in sys.modules])
 """
     process = python("-c", code)
     out, err = process.communicate()
-    assert (process.returncode, out, err) == (0, "[]\n", "")
+    assert (process.returncode, out, err) == (0, f"diloco {__version__}\n[]\n", "")
 
 
 def test_a_reader_that_leaves_is_no_error_of_ours() -> None:

@@ -76,9 +76,7 @@ def change_data(sweeps: Sweeps) -> Mapping[str, str]:
 CHANGES: dict[str, Callable[[Sweeps], Mapping[str, str]]] = {
     "nothing": lambda _: {},
     "a setting of [base]": lambda _: {"[base.sync]": "[base.optimizer]\nlearning_rate = 0.5\n[base.sync]"},
-    "the preset": lambda _: {"algorithm =": 'preset = "tiny-muon"\nalgorithm ='},
     "the content of a file": change_data,
-    "the values of an axis": lambda _: {"seed = [0]": "seed = [1]"},
 }
 
 

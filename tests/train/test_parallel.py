@@ -310,7 +310,6 @@ FILLED: dict[str, tuple[str, dict[str, Any], tuple[float, float]]] = {
     "weights": ("Llama", {}, (0.8, 0.8)),
     "tied weights": ("Qwen3", {}, (0.8, 0.8)),
     "adapters": ("Llama", {"lora_rank": 2, "arguments": {"base_dtype": "bfloat16"}}, (3, 0.8)),
-    "fresh weights": ("Llama", {"arguments": {"weights": "fresh"}}, (3, 0.8)),
     "experts, which are stored one by one": ("Mixtral", {}, (3, 0.8)),
 }
 

@@ -74,7 +74,6 @@ RESUMABLE = [
     "--codec int8 --error-feedback 1 --merge-alpha 0.5 --data.streaming --data.heldout-fraction 0.2",
     "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer sgd",
     "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--algorithm data-parallel --fragments 1 --overlap-steps 0",
 ]
 
 
