@@ -15,11 +15,9 @@ from diloco.transport import Credentials
 from tests.cli.runs import SMALL
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, streams_of
 
-UMASKS = pytest.mark.parametrize("umask", [0o000, 0o002], ids=oct)
-
 
 @contextmanager
-def under(umask: int) -> Iterator[None]:
+def under(umask: int = 0) -> Iterator[None]:
     before = os.umask(umask)
     try:
         yield
@@ -34,10 +32,9 @@ def open_to_others(path: Path, top: Path) -> bool:
 
 
 @HIVEMIND_LEAVES_CONNECTIONS
-@UMASKS
-def test_nobody_else_can_use_the_sockets_of_the_daemon(keys: Path, umask: int) -> None:
+def test_nobody_else_can_use_the_sockets_of_the_daemon(keys: Path) -> None:
     """Over its control socket anyone could open streams as this peer."""
-    with under(umask):
+    with under():
         swarms = Swarms(keys)
         daemon = streams_of(swarms.meet(1)[0]).node.daemon_pid
         arguments = Path(f"/proc/{daemon}/cmdline").read_text("utf-8").split("\0")
@@ -50,8 +47,7 @@ def test_nobody_else_can_use_the_sockets_of_the_daemon(keys: Path, umask: int) -
     assert not control.parent.exists()
 
 
-@UMASKS
-def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records hold samples of the data and paths of this machine. Whoever can write there changes the model."""
     monkeypatch.chdir(tmp_path)
     top = tmp_path / "home"
@@ -60,15 +56,14 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
     (tmp_path / "text.jsonl").write_text(
         "".join(f'{{"text": "sentence number {number} of a text"}}\n' for number in range(200))
     )
-    with under(umask):
+    with under():
         assert main(["train", "run.toml", "--data", "text.jsonl", "--out", str(top / "new" / "run")]) == 0
     written = list(top.rglob("*"))
     assert {"config.toml", "metrics.jsonl", "summary.json"} <= {path.name for path in written}
     assert not [path for path in written if open_to_others(path, top)]
 
 
-@UMASKS
-def test_the_key_of_connections_is_in_no_file_that_others_can_read(umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_connections_is_in_no_file_that_others_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is encrypted too, because a process that is killed at that moment leaves the file behind."""
     modes: list[int] = []
     texts: list[bytes] = []
@@ -80,7 +75,7 @@ def test_the_key_of_connections_is_in_no_file_that_others_can_read(umask: int, m
         before(self, path, password=password)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", note)
-    with under(umask):
+    with under():
         Credentials("test", "")
     assert modes == [0o600, 0o700] * 2
     assert all(b"BEGIN ENCRYPTED PRIVATE KEY" in each and b"BEGIN PRIVATE KEY" not in each for each in texts)
