@@ -1,14 +1,18 @@
 """Averaging of gradients has the same bits everywhere; gradients that are not finite, and lost contributions."""
 
+import gc
 import math
+import weakref
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
-from diloco.errors import RoundVoidError
+from diloco.algorithm import CODECS, Contribution, RoundId, ValueSchedule, make_codec
+from diloco.errors import ReplicaLostError, RoundVoidError
 from diloco.events import Event, Note
 from diloco.model import DecoderSettings, build_model
 from diloco.train import (
@@ -70,6 +74,24 @@ class Replicas:
 
     def weights(self) -> list[Tensor]:
         return [torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()]) for loop in self.loops]
+
+
+def test_gradients_in_flight_to_lost_replicas_are_dropped() -> None:
+    """Regression: the last ones of a shared start took as much memory as the model to the end of the run."""
+    replicas, payloads = Replicas(1), list[weakref.ref[Tensor]]()
+    (averager,) = replicas.averagers
+    replicas.compute(0)
+
+    def lose(contribution: Contribution) -> mock.Mock:
+        payloads.append(weakref.ref(contribution.payload))
+        return mock.Mock(wait=mock.Mock(side_effect=ReplicaLostError("gone")))
+
+    averager.transport = SimpleNamespace(replica=0, average=lose, tick=lambda: None)
+    averager.begin(0)
+    assert payloads[0]() is not None
+    assert not average_gradients([averager], replicas.events.append, may_skip=False, may_lose=True)
+    gc.collect()
+    assert payloads[0]() is None
 
 
 @pytest.mark.parametrize("codec", CODECS.names)

@@ -232,7 +232,8 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
         system, path = fsspec.url_to_fs(place)
         if system.isdir(path):
             if not remote:
-                list(os.walk(path, onerror=_name_unlisted))  # fsspec is silent about folders that it can't list
+                # fsspec is silent about folders that it can't list
+                list(os.walk(path, onerror=lambda error: warn_once(f"{error.filename} is not read: {error.strerror}.")))
             names = _data_of_folder(system, path, suffixes)
         elif system.exists(path):
             names = [path]
@@ -241,10 +242,6 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
             if not names:
                 raise NoDataError(f"{place} does not exist.")
         return [File(system, name, system.unstrip_protocol(name) if remote else name) for name in names]
-
-
-def _name_unlisted(error: OSError) -> None:
-    warn_once(f"{error.filename} is not read: {error.strerror}.")
 
 
 def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[str]:

@@ -187,7 +187,7 @@ class HostedReplica:
         model: nn.Module,
         optimizer: Any,
         transport: Transport | Callable[[], AbstractContextManager[Transport]] | None,
-    ) -> DiLoCo:
+    ) -> None:
         """Create the `DiLoCo` for the model and optimizer that a framework has wrapped; a callable connects first."""
         if callable(transport):
             transport = self.at_end.enter_context(transport())
@@ -202,7 +202,6 @@ class HostedReplica:
         self._watch = StepWatch(self.inner)
         self.at_end.callback(self._watch.close)
         self.training = True
-        return self.diloco
 
     def step(self) -> None:
         """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""

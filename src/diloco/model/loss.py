@@ -124,7 +124,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         differentiate: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernel = _compiled_kernel() if compiled else losses_and_gradient
+        kernel = compiled_once(losses_and_gradient, fullgraph=True) if compiled else losses_and_gradient
         narrow, matrix = hidden.to(dtype), weight.to(dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         for_hidden = torch.empty_like(narrow) if differentiate else None
@@ -138,8 +138,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 sums += losses
                 if for_hidden is not None:
                     torch.mm(gradient, matrix, out=for_hidden[start : start + len(rows)])
-                if for_weight is not None:
-                    _add_product(for_weight, gradient.T, rows)
+                if for_weight is not None and gradient.dtype == for_weight.dtype:
+                    for_weight.addmm_(gradient.T, rows)
+                elif for_weight is not None:  # float32, whatever the type of the products
+                    for_weight.add_(gradient.T @ rows)
                 start += len(rows)
                 del gradient  # frees its memory for the next chunk
         _, count = _counted(targets, sums.dtype)
@@ -186,13 +188,5 @@ def losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple
 
 
 @cache
-def _compiled_kernel() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    return torch.compile(losses_and_gradient, dynamic=False, fullgraph=True)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which is float32 whatever the type of the factors."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+def compiled_once(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=fullgraph)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from diloco.algorithm import set_whole_
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel
-from diloco.model.loss import product_dtype
+from diloco.model.loss import compiled_once, product_dtype
 from diloco.model.settings import DecoderSettings
 
 if TYPE_CHECKING:
@@ -369,9 +368,4 @@ def _fused(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
 
     A caller that is compiled itself gets the plain function.
     """
-    return _compiled(function) if tensor.is_cuda and not torch.compiler.is_compiling() else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+    return compiled_once(function) if tensor.is_cuda and not torch.compiler.is_compiling() else function

@@ -162,6 +162,9 @@ class GradientAverager:
                 self._send(contribution)
             except RoundVoidError as error:
                 return error
+            except TransportError:  # which ends a shared start, after which no others take their place
+                del self._sent
+                raise
 
     def _send(self, contribution: Contribution) -> None:
         self._sent = contribution, self.transport.average(contribution)
