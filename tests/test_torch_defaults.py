@@ -16,7 +16,7 @@ from diloco import testing
 from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, collect_buffers
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport
-from tests.algorithm.codecs import ACCURATE, COARSE
+from tests.algorithm.codecs import BOUNDED, COARSE
 from tests.same import same
 
 ROOT = Path(diloco.__file__).parent
@@ -118,9 +118,10 @@ def histories(make: Callable[[], Codec], feedback: float, around: Callable[[], A
     return held, of_global, [model.state_dict() for model in models], [collect_buffers(model) for model in models]
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "fp4-built", "topk2"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "fp4-built", "sign", "topk2"])
 def test_a_global_default_of_torch_changes_no_bit(codec: str) -> None:
-    make, feedback = (ACCURATE | COARSE)[codec], 0.95 if codec in COARSE else 0.0
+    make = (BOUNDED | COARSE)[codec]
+    feedback = 0.95 if make().needs_error_feedback else 0.0
     plain = histories(make, feedback, torch.enable_grad)
     for name, default in DEFAULTS.items():
         assert same(histories(make, feedback, default), plain), name
@@ -129,7 +130,7 @@ def test_a_global_default_of_torch_changes_no_bit(codec: str) -> None:
 @pytest.mark.parametrize("default", ["float16", "deterministic", "default-device", "autocast"])
 def test_the_checks_of_plug_ins_judge_alike(default: str) -> None:
     with DEFAULTS[default]():
-        testing.check_codec((ACCURATE | COARSE)["fp4"])
+        testing.check_codec((BOUNDED | COARSE)["fp4"])
         testing.check_outer_optimizer(Nesterov())
         testing.check_merge_rule(AlphaMerge(0.5))
         testing.check_average_rule(diloco.SendersMean())

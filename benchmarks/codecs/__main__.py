@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, Sign, TopK2
 
 MOST_COPIES = {
     ("float16", "torch"): 3.0,
@@ -26,6 +26,7 @@ MOST_COPIES = {
     ("fp4", "torch"): 6.0,
     ("int8", "native (C)"): 2.0,
     ("fp4", "native (C)"): 1.0,
+    ("sign", "native (C)"): 1.5,
     ("topk2", "native (C)"): 4.0,
 }
 """(codec, implementation) -> the aim: at most this many times the duration of a copy."""
@@ -59,7 +60,7 @@ def make_codecs(device: torch.device) -> Iterator[Codec]:
     """Yield every codec, those with C kernels in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
     kernels = device.type == "cpu" and Int8().implementation != "torch"
-    for codec in (Int8, FP4):
+    for codec in (Int8, FP4, Sign):
         yield codec(implementation="torch")
         if kernels:
             yield codec(implementation="native")

@@ -165,6 +165,7 @@ OF_TRANSPORTS = (
     *(over(codec, codec=codec) for codec in ("float32", "float16", "bfloat16", "int8", "fp4")),
     over("int8, error feedback", FEEDBACK, codec="int8"),
     over("isotropic means", ISOTROPIC, codec="fp4"),
+    over("sign, error feedback", FEEDBACK, codec="sign"),
     over("topk2, error feedback", FEEDBACK, codec="topk2"),
     over(
         "four replicas, encoded means",

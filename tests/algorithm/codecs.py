@@ -1,5 +1,6 @@
 """Codecs, values, error bounds and contributions to a round."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,18 +9,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import CODECS, FP4, Codec, Contribution, Int8, RoundId, TopK2, make_codec, pieces
+from diloco.algorithm import CODECS, FP4, Codec, Contribution, Int8, RoundId, Sign, TopK2, make_codec, pieces
 
 BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
 
-ACCURATE: dict[str, Callable[[], Codec]] = {
+BOUNDED: dict[str, Callable[[], Codec]] = {
     **{name: partial(make_codec, name) for name in ("float32", "float16", "bfloat16")},
     "int8": lambda: Int8(BLOCK, implementation="torch"),
     "fp4": lambda: FP4(BLOCK, implementation="torch"),
     "int8-built": lambda: Int8(BLOCK),
     "fp4-built": lambda: FP4(BLOCK),
+    "sign": lambda: Sign(BLOCK, implementation="torch"),
+    "sign-built": lambda: Sign(BLOCK),
 }
 COARSE: dict[str, Callable[[], Codec]] = {
     "topk2": lambda: TopK2(implementation="torch"),
@@ -38,10 +41,14 @@ finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = st.lists(finite_floats, max_size=5 * BLOCK).map(lambda values: torch.tensor(values, dtype=torch.float32))
 
 
-def block_maxima(values: Tensor, block_size: int) -> Tensor:
-    """Return for each value the largest magnitude of its block."""
-    padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % block_size))
-    return padded.view(-1, block_size).amax(dim=1).repeat_interleave(block_size)[: len(values)]
+def of_block(function: Callable[[Tensor, int], Tensor], values: Tensor) -> Tensor:
+    """Return for each value a function of the magnitudes of its block, such as the largest."""
+    padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % BLOCK), value=math.nan)
+    return function(padded.view(-1, BLOCK), 1).repeat_interleave(BLOCK)[: len(values)]
+
+
+def largest_of(rows: Tensor, dim: int) -> Tensor:
+    return rows.nan_to_num(0.0).amax(dim)
 
 
 def error_bound(codec: Codec, values: Tensor) -> Tensor:
@@ -54,7 +61,10 @@ def error_bound(codec: Codec, values: Tensor) -> Tensor:
         return bound.where(magnitude <= 65504, magnitude - 65504)
     if codec.name == "bfloat16":
         return (magnitude * 2.0**-8).where(magnitude >= TINY, 2.0**-134)
-    largest = block_maxima(values, BLOCK).double()
+    largest = of_block(largest_of, values).double()
+    if codec.name == "sign":
+        mean = of_block(torch.nanmean, values.double())
+        return torch.maximum(magnitude, mean * (1 + 2.0**-8) + largest * 2.0**-19)
     if codec.name == "int8":
         scale = (largest.float() / 127).double()
         bound = (scale / 2 + 2.0**-22 * largest).where(scale >= TINY, largest)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import FP4, Codec, Int8, TopK2, encode_with_feedback, largest_magnitude, make_codec, pieces
+from diloco.algorithm import FP4, Codec, Int8, Sign, TopK2, encode_with_feedback, largest_magnitude, make_codec, pieces
 from diloco.errors import CodecError, ConfigurationError, ContractError
 from diloco.testing import check_codec, same_bits, spread_values
 from tests.algorithm.codecs import (
-    ACCURATE,
     BLOCK,
+    BOUNDED,
     COARSE,
     LARGEST,
     OURS,
@@ -30,9 +30,9 @@ from tests.algorithm.codecs import (
 )
 
 
-@pytest.fixture(params=ACCURATE)
+@pytest.fixture(params=BOUNDED)
 def codec(request: pytest.FixtureRequest) -> Codec:
-    return ACCURATE[request.param]()
+    return BOUNDED[request.param]()
 
 
 def assert_round_trip(codec: Codec, values: Tensor) -> None:
@@ -49,16 +49,18 @@ def test_round_trip_is_within_the_stated_bound(codec: Codec) -> None:
         assert_round_trip(codec, spread_values(numel))
 
 
-@pytest.mark.parametrize("name", ACCURATE)
+@pytest.mark.parametrize("name", BOUNDED)
 @settings(max_examples=60)
 @given(values=vectors)
 def test_any_finite_values_stay_finite_and_within_the_stated_bound(name: str, values: Tensor) -> None:
-    assert_round_trip(ACCURATE[name](), values)
+    assert_round_trip(BOUNDED[name](), values)
 
 
 def test_zeros_keep_their_sign_and_clamping_begins_at_the_saturation_limit(codec: Codec) -> None:
     zeros = torch.tensor([0.0, -0.0, 1.0])
-    if codec.name != "int8":  # two's complement has one zero
+    if codec.name == "sign":
+        assert same_bits(codec.decode(codec.encode(zeros[:2]), 2), zeros[:2])
+    elif codec.name != "int8":  # two's complement has one zero
         assert same_bits(codec.decode(codec.encode(zeros), 3)[:2], zeros[:2])
     if codec.name == "float32":
         assert codec.saturation_limit == math.inf
@@ -67,7 +69,7 @@ def test_zeros_keep_their_sign_and_clamping_begins_at_the_saturation_limit(codec
     assert float(limit) == codec.saturation_limit  # a float32
     at_limit = codec.decode(codec.encode(limit), 1)
     beyond = codec.decode(codec.encode(limit * (1 + 2.0**-23)), 1)
-    relative_error = {"float16": 0.0, "bfloat16": 0.0, "int8": 2.0**-22, "fp4": 1 / 3}[codec.name]
+    relative_error = {"float16": 0.0, "bfloat16": 0.0, "int8": 2.0**-22, "fp4": 1 / 3, "sign": 0.0}[codec.name]
     assert abs(float(at_limit) - codec.saturation_limit) <= relative_error * codec.saturation_limit
     assert same_bits(beyond, at_limit)
 
@@ -109,6 +111,16 @@ def test_fp4_by_hand(implementation: None) -> None:
     assert codec.decode(payload, 7).tolist() == [4.0, -2.0, 4.0, 0.0625, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("implementation", ["torch", None])
+def test_sign_by_hand(implementation: None) -> None:
+    codec = Sign(16, implementation=implementation)
+    values = torch.tensor([1.0, -2.0, 0.0, -0.0, 5.0, -4.0, 1.0, 1.0, -4.0])  # strips of two
+    payload = codec.encode(values)
+    assert payload[:2].view(torch.bfloat16).item() == 2.0
+    assert payload[2:].tolist() == [0b00010000, 0b00000111]
+    assert codec.decode(payload, 9).tolist() == [2.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, 2.0, -2.0]
+
+
 def assert_same_bits_either_way(first: Codec, second: Codec, values: Tensor, weight: float) -> None:
     numel = len(values)
     payload = first.encode(values)
@@ -123,14 +135,15 @@ def assert_same_bits_either_way(first: Codec, second: Codec, values: Tensor, wei
 
 @pytest.mark.parametrize("block_size", [2, 6, 8, 256, 65536])
 def test_implementations_agree_bit_for_bit(block_size: int) -> None:
-    for kind, numel in product((Int8, FP4), (0, 1, 2, 7, 255, 256, 257, 70_001, (1 << 18) + 1)):
+    kinds = (Int8, FP4, *[Sign] * (block_size % 8 == 0))
+    for kind, numel in product(kinds, (0, 1, 2, 7, 255, 256, 257, 70_001, (1 << 18) + 1)):
         pair = kind(block_size, implementation="torch"), kind(block_size)
         assert_same_bits_either_way(*pair, spread_values(numel), weight=0.3)
 
 
 @given(values=vectors, weight=finite_floats)
 def test_implementations_agree_bit_for_bit_on_any_values(values: Tensor, weight: float) -> None:
-    for kind in (Int8, FP4):
+    for kind in (Int8, FP4, Sign):
         assert_same_bits_either_way(kind(BLOCK, implementation="torch"), kind(BLOCK), values, weight)
 
 
@@ -207,8 +220,8 @@ def test_implementations_agree_bit_for_bit_of_topk2(data: st.DataObject) -> None
     assert_same_bits_either_way(TopK2(implementation="torch"), TopK2(), values, weight)
 
 
-def scale(value: float) -> tuple[int, ...]:
-    return tuple(torch.tensor([value]).view(torch.uint8).tolist())
+def scale(value: float, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
+    return tuple(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
 
 
 NO_ENCODER_WRITES: tuple[tuple[Codec, int, int, tuple[int, ...], str], ...] = (
@@ -217,6 +230,10 @@ NO_ENCODER_WRITES: tuple[tuple[Codec, int, int, tuple[int, ...], str], ...] = (
         for x in (math.nan, math.inf, -1.0, 1e-40, LARGEST / 127)
     ),
     *((FP4(2), 4, 1, (exponent,), f"has the scale {exponent} in block 1") for exponent in (0, 6, 255)),
+    *(
+        (Sign(8), 10, 2, scale(x, torch.bfloat16), "has the scale .* in block 1")
+        for x in (math.nan, math.inf, -1.0, 1e-39)
+    ),
     *((TopK2(), numel, 0, (0xC0, 0x7F), "in tile 0") for numel in (TILE, 300)),  # NaN
     (TopK2(), 300, 0, (0x80, 0x7F), "in tile 0"),  # infinity
     (TopK2(), 300, 0, (0x80, 0xBF), "in tile 0"),  # -1
@@ -254,7 +271,7 @@ def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
     assert codec.decode(bytes_, numel).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "fp4", "topk2"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "fp4", "sign", "topk2"])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_one_round_by_the_equation(name: str, decay: float) -> None:
     codec, generator = make_codec(name), torch.Generator().manual_seed(0)
@@ -272,7 +289,7 @@ def test_one_round_by_the_equation(name: str, decay: float) -> None:
     assert float(waiting[1]) == pytest.approx(2e-3), "what waits decays"
 
 
-ALL = ACCURATE | COARSE
+ALL = BOUNDED | COARSE
 
 
 @pytest.mark.parametrize("name", sorted({*OURS, *ALL}))

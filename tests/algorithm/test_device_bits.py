@@ -24,7 +24,7 @@ from diloco.algorithm import (
     weighted_mean,
 )
 from diloco.testing import spread_values
-from tests.algorithm.codecs import ACCURATE, COARSE, contributions
+from tests.algorithm.codecs import BOUNDED, COARSE, contributions
 
 SAME_ON_ALL = re.compile(
     "add|sub|rsub|mul|div|neg|abs|round|_to_copy|copy|fill|zero|"  # rounded once
@@ -67,9 +67,9 @@ class Watched(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("codec", [name for name in ACCURATE | COARSE if not name.endswith("-built")])
+@pytest.mark.parametrize("codec", [name for name in BOUNDED | COARSE if not name.endswith("-built")])
 def test_codecs(codec: str) -> None:
-    encoder, values = (ACCURATE | COARSE)[codec](), spread_values(9000)
+    encoder, values = (BOUNDED | COARSE)[codec](), spread_values(9000)
     with Watched():
         payload = encoder.encode(values)
         encoder.validate(payload, len(values))

@@ -24,7 +24,7 @@ from tests.same import same
 )
 def test_global_parameters_and_outer_state_stay_bit_identical(merge: MergeRule, codec: str) -> None:
     """Invariant 1 holds after every step with different data on every replica."""
-    swarm = streaming(codec=codec, merge=merge, error_feedback=0.95 if codec == "topk2" else 0.0)
+    swarm = streaming(codec=codec, merge=merge, error_feedback=0.95 if codec in ("sign", "topk2") else 0.0)
     for _ in range(30):
         swarm.run(1, quadratic())
         assert agree(swarm)
@@ -196,7 +196,7 @@ def test_a_snapshot_waits_for_the_gpu_whose_state_it_copies(monkeypatch: pytest.
     assert log == ["cuda:1", "copied", "cuda:1"]
 
 
-@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "fp4", "topk2"])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "fp4", "sign", "topk2"])
 def test_work_of_void_rounds_is_sent_once_and_nothing_is_lost(codec: str) -> None:
     """With outer SGD(lr=1): what was applied, the residual and what waits for the next round add up to all work."""
     faults = [Fault(kind="drop", replica=0, round=RoundId(0, outer_step)) for outer_step in range(1, 30, 3)]

@@ -56,6 +56,7 @@ CASES = {
     "int8 with error feedback": Case(
         "a8dcc99c2886b7da", arguments={"codec": "int8", "error_feedback": 1.0}, digest_of_shards="e34bf2afe339f9d2"
     ),
+    "sign": Case("e5bd3c169a441816", 3, arguments={"codec": "sign", "error_feedback": 1.0}),
     "topk2": Case("4a4dd28a97fa0b9a", arguments={"codec": "topk2", "error_feedback": 1.0}),
     "bfloat16": Case("d7851e08e9a587ed", 3, arguments={"codec": "bfloat16"}),
     "eight replicas with encoded means": Case(

@@ -16,6 +16,7 @@ from .codec.base import make_codec as make_codec
 from .codec.base import pieces as pieces
 from .codec.blockwise import FP4 as FP4
 from .codec.blockwise import Int8 as Int8
+from .codec.blockwise import Sign as Sign
 from .codec.topk2 import TopK2 as TopK2
 from .exchange import PLAIN_MEAN as PLAIN_MEAN
 from .exchange import UNKNOWN_UPLINK as UNKNOWN_UPLINK

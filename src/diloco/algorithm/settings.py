@@ -97,6 +97,7 @@ CODECS = Registry(
         "bfloat16": "codec/base:BFloat16",
         "int8": "codec/blockwise:Int8",
         "fp4": "codec/blockwise:FP4",
+        "sign": "codec/blockwise:Sign",
         "topk2": "codec/topk2:TopK2",
     },
 )
@@ -135,7 +136,7 @@ class SyncSettings:
     """strided: every n-th layer, and one fragment for all parameters outside the layers; balanced: parameters packed
     into fragments of nearly equal size. A single fragment holds the whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
-    """float32, float16, bfloat16, int8, fp4, topk2, or module:class. Default: fp4 for streaming, else float32."""
+    """float32, float16, bfloat16, int8, fp4, sign, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
     """Share of the codec's error that is added to the next pseudo-gradient, 0..1."""
     outer: str = "nesterov"
@@ -154,11 +155,12 @@ class SyncSettings:
     """mean: the weighted mean of all contributors; senders: each value averaged over the replicas that sent a nonzero
     value, for topk2; or module:class for your own. All but mean send every payload to every replica."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
-    all of theirs. int8, fp4: block_size (256). nesterov, sgd: schedule of the outer learning rate (constant, linear or
-    cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. outer: isotropic (false), whether the mean of
-    each hidden matrix gets equal singular values (for AdamW inside). average: max_norm, to which the norm of a
-    contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
+    """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours
+    get all of theirs. int8, fp4, sign: block_size (256). nesterov, sgd: schedule of the outer learning rate
+    (constant, linear or cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. outer: isotropic
+    (false), whether the mean of each hidden matrix gets equal singular values (for AdamW inside). average:
+    max_norm, to which the norm of a contribution is clipped, and codec of the means (auto, float32, bfloat16, int8,
+    fp4)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""

@@ -144,6 +144,7 @@ class RunSettings:
         self.emulate.check(self.network)
 
 
+_LEFT_OUT = {"sign": "the magnitudes", "topk2": "98 % of the values"}
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
 
 LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale
@@ -244,9 +245,9 @@ def _codec(settings: RunSettings) -> str:
         "streaming or diloco.",
     )
     _refuse_if(
-        name == "topk2" and not sync.error_feedback,
-        "sync.codec='topk2' drops 98 % of the values, which are lost without error feedback. Add --error-feedback "
-        "0.95, for example.",
+        name in _LEFT_OUT and not sync.error_feedback,
+        f"sync.codec={name!r} leaves out {_LEFT_OUT.get(name)}, which are lost without error feedback. Add "
+        "--error-feedback 0.95, for example.",
     )
     return name
 

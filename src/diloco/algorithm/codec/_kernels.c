@@ -33,7 +33,7 @@
 #define RESTRICT restrict
 #endif
 
-#define KERNELS_VERSION 2 /* increase with every change of a signature or a payload; native.py checks it */
+#define KERNELS_VERSION 3 /* increase with every change of a signature or a payload; native.py checks it */
 
 #define MAGNITUDE 0x7fffffffu
 #define SMALLEST_NORMAL 0x00800000u
@@ -195,14 +195,70 @@ EXPORT FOR_EACH_CPU void diloco_fp4_accumulate(const uint8_t *exponents, const u
     }
 }
 
+#define LEVELS 1048576.0f /* magnitudes become integers up to this, whose sums do not depend on their order */
+#define LEAST_MAXIMUM 0x0d800000u /* 2^-100; below it LEVELS / maximum would come close to overflow */
+#define LARGEST_BFLOAT16 0x7f7f0000u
+
+INLINE uint16_t bfloat16_of(float value) {
+    uint32_t bits = bits_of(value);
+    if (bits > LARGEST_BFLOAT16) bits = LARGEST_BFLOAT16;
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+/* ---- sign: a bfloat16 scale per block, the mean magnitude, and a bit per value --------------------------------------
+ * Bit i of byte j of a block of n values is the sign of value j + i * ceil(n / 8). */
+
+INLINE void sign_encode_block(const float *RESTRICT values, int64_t count, uint8_t *scale_at, uint8_t *RESTRICT codes) {
+    uint32_t most = largest_magnitude(values, count);
+    float largest = float_of(most), inverse = most < LEAST_MAXIMUM ? 0.0f : LEVELS / largest;
+    int64_t sum = 0, strip = (count + 7) / 8;
+    for (int64_t i = 0; i < count; i++) sum += (int32_t)(float_of(bits_of(values[i]) & MAGNITUDE) * inverse);
+    uint16_t scale = bfloat16_of((float)sum / (float)count * (largest / LEVELS));
+    memcpy(scale_at, &scale, sizeof scale);
+    memset(codes, 0, (size_t)strip);
+    for (int64_t bit = 0; bit < 8; bit++, values += strip, count -= strip)
+        for (int64_t j = 0; j < smaller(strip, count); j++) codes[j] |= (uint8_t)(bits_of(values[j]) >> 31 << bit);
+}
+
+INLINE float sign_value(const uint8_t *scale_at, uint32_t sign) {
+    uint16_t scale;
+    memcpy(&scale, scale_at, sizeof scale);
+    return float_of((uint32_t)scale << 16 | sign << 31);
+}
+
+EXPORT FOR_EACH_CPU void diloco_sign_encode(const float *values, int64_t count, int64_t block_size, uint8_t *scales,
+                                            uint8_t *codes) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 2, codes += block_size / 8) {
+        prefetch(values, start + block_size, count, block_size);
+        sign_encode_block(values + start, smaller(block_size, count - start), scales, codes);
+    }
+}
+
+EXPORT FOR_EACH_CPU void diloco_sign_decode(const uint8_t *scales, const uint8_t *codes, int64_t count,
+                                            int64_t block_size, float *out) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 2, codes += block_size / 8) {
+        float *RESTRICT to = out + start;
+        int64_t left = smaller(block_size, count - start), strip = (left + 7) / 8;
+        for (uint32_t bit = 0; bit < 8; bit++, to += strip, left -= strip)
+            for (int64_t j = 0; j < smaller(strip, left); j++) to[j] = sign_value(scales, codes[j] >> bit & 1);
+    }
+}
+
+EXPORT FOR_EACH_CPU void diloco_sign_accumulate(const uint8_t *scales, const uint8_t *codes, int64_t count,
+                                                int64_t block_size, float weight, float *out) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 2, codes += block_size / 8) {
+        float *RESTRICT to = out + start;
+        int64_t left = smaller(block_size, count - start), strip = (left + 7) / 8;
+        for (uint32_t bit = 0; bit < 8; bit++, to += strip, left -= strip)
+            for (int64_t j = 0; j < smaller(strip, left); j++) to[j] += weight * sign_value(scales, codes[j] >> bit & 1);
+    }
+}
+
 /* ---- topk2: of each tile of 4096 values the 64 largest: two bfloat16 levels, 12-bit positions, 2-bit codes --------- */
 
 #define TILE 4096
 #define SPREAD 64
 #define GROUPS 256 /* the number of groups of a tile; at most a quarter of them contain kept values */
-#define TOPK2_LEVELS 1048576.0f
-#define LARGEST_BFLOAT16 0x7f7f0000u
-#define LEAST_MAXIMUM 0x0d800000u /* 2^-100 */
 
 /* Move the ``kept`` largest keys to the front. */
 INLINE void select_largest(uint64_t *keys, int64_t count, int64_t kept) {
@@ -261,12 +317,6 @@ INLINE void mark_kept(const float *RESTRICT values, int64_t count, int64_t kept,
     }
 }
 
-INLINE uint16_t bfloat16_of(float value) {
-    uint32_t bits = bits_of(value);
-    if (bits > LARGEST_BFLOAT16) bits = LARGEST_BFLOAT16;
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-
 INLINE uint8_t *topk2_encode_tile(const float *RESTRICT values, int64_t count, uint8_t *RESTRICT to) {
     int64_t kept = (count + SPREAD - 1) / SPREAD, position_bytes = (12 * kept + 7) / 8, code_bytes = (2 * kept + 7) / 8;
     uint64_t marks[TILE / 64] = {0};
@@ -288,7 +338,7 @@ INLINE uint8_t *topk2_encode_tile(const float *RESTRICT values, int64_t count, u
         uint32_t bits = bits_of(values[positions[i]]) & MAGNITUDE;
         most = bits > most ? bits : most;
     }
-    float largest = float_of(most), inverse = most < LEAST_MAXIMUM ? 0.0f : TOPK2_LEVELS / largest;
+    float largest = float_of(most), inverse = most < LEAST_MAXIMUM ? 0.0f : LEVELS / largest;
     int64_t sum = 0, high_sum = 0, high_count = 0;
     for (int64_t i = 0; i < kept; i++) {
         sizes[i] = (int32_t)(float_of(bits_of(values[positions[i]]) & MAGNITUDE) * inverse);
@@ -307,7 +357,7 @@ INLINE uint8_t *topk2_encode_tile(const float *RESTRICT values, int64_t count, u
         packed[bit >> 3] |= (uint8_t)shifted;
         packed[(bit >> 3) + 1] |= (uint8_t)(shifted >> 8);
     }
-    float unit = largest / TOPK2_LEVELS;
+    float unit = largest / LEVELS;
     float low = (float)(sum - high_sum) / (float)(kept - high_count) * unit;
     float high = high_count ? (float)high_sum / (float)high_count * unit : 0.0f;
     if (high < low) high = low;

@@ -15,6 +15,8 @@ from diloco.algorithm.settings import CODECS
 from diloco.devices import empty
 from diloco.errors import CodecError
 
+LARGEST_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
+
 
 class Codec(abc.ABC):
     """A codec encodes float32 values as bytes and decodes them, with equal results on every replica and device.
@@ -34,7 +36,7 @@ class Codec(abc.ABC):
     saturation_limit: float = math.inf  # the largest magnitude that is encoded without clamping
     block_size: int = 1  # the number of values that are encoded together; a payload can be cut between blocks
     exact: bool = False  # whether a payload consists of the bytes of the float32 values, without quantisation error
-    needs_error_feedback: bool = False  # whether it drops so many values that it is refused without error feedback
+    needs_error_feedback: bool = False  # whether it leaves out so much that it is refused without error feedback
 
     def parameters(self) -> Mapping[str, int]:
         """Return the parameters that replicas must agree on in addition to the name, e.g. ``{"block_size": 256}``."""
@@ -211,6 +213,17 @@ def largest_magnitude(values: Tensor) -> float:
         return 0.0
     least, greatest = torch.aminmax(values.detach())
     return float(torch.maximum(-least, greatest))  # propagates NaN, unlike `max`
+
+
+def whole_magnitudes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return magnitudes of ``(rows, columns)`` as int32 up to 2^20, and their unit, ``(rows, 1)``; all 0 below 2^-100.
+
+    Sums of integers do not depend on the order of summation.
+    """
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    levels = torch.full_like(largest, 1 << 20)
+    inverse = (levels / largest).masked_fill_(largest < 2.0**-100, 0.0)  # close to overflow
+    return rows.abs().mul_(inverse).to(torch.int32), largest / levels
 
 
 def divisor(number: float, values: Tensor) -> Tensor:

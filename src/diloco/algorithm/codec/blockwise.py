@@ -1,4 +1,4 @@
-"""Block-wise codecs, int8 and fp4: a payload of scales and codes, computed by C kernels or torch operations.
+"""Block-wise codecs, int8, fp4 and sign: a payload of scales and codes, computed by C kernels or torch operations.
 
 A block is ``block_size`` consecutive values; the last one may be shorter. The payload contains the scales of all
 blocks, then the codes of all blocks. The compiled kernels, if available, process CPU tensors in one pass. All other
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, aligned
+from diloco.algorithm.codec.base import LARGEST_BFLOAT16, Codec, aligned, whole_magnitudes
 from diloco.errors import ConfigurationError
 
 _MAX_BLOCK = 65536
@@ -26,7 +26,7 @@ class BlockwiseCodec(Codec):
     """A codec with a scale for each block of values and a few bits for each value.
 
     Args:
-        block_size: The number of values that share a scale: even, 2 to 65536.
+        block_size: The number of values that share a scale: 2 to 65536, even; for sign, a multiple of 8.
         implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native if it was built.
 
     Raises:
@@ -37,9 +37,10 @@ class BlockwiseCodec(Codec):
     codes_per_byte: ClassVar[int]
 
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
-        if type(block_size) is not int or not 2 <= block_size <= _MAX_BLOCK or block_size % 2:
+        unit = max(2, self.codes_per_byte)
+        if type(block_size) is not int or not unit <= block_size <= _MAX_BLOCK or block_size % unit:
             raise ConfigurationError(
-                f"{self.name}: block_size must be an even whole number from 2 to {_MAX_BLOCK}, got {block_size!r}."
+                f"{self.name}: block_size must be a multiple of {unit} from {unit} to {_MAX_BLOCK}, got {block_size!r}."
             )
         self.block_size = block_size
         self._load_kernels(native.BLOCKWISE, implementation)
@@ -62,10 +63,7 @@ class BlockwiseCodec(Codec):
             kernel(values.data_ptr(), values.numel(), self.block_size, *self._addresses(payload, values.numel()))
             return
         for part, block_scales, block_codes in self._block_ranges(payload, values.numel()):
-            rows = values[part].view(len(block_scales), -1)
-            if padding := block_codes.shape[1] * self.codes_per_byte - rows.shape[1]:
-                rows = F.pad(rows, (0, padding))
-            self._encode_blocks(rows, block_scales, block_codes)
+            self._encode_blocks(values[part].view(len(block_scales), -1), block_scales, block_codes)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if kernel := self._kernel("decode", out):
@@ -124,14 +122,18 @@ class BlockwiseCodec(Codec):
         """Write the scales and codes of some blocks.
 
         Args:
-            values: ``(blocks, columns)`` float32, left unchanged. Zeros fill the last byte of a short last block.
+            values: ``(blocks, columns)`` float32, left unchanged.
             scales: ``(blocks,)`` of ``scale_type``.
-            codes: ``(blocks, columns / codes_per_byte)`` uint8.
+            codes: ``(blocks, ceil(columns / codes_per_byte))`` uint8.
         """
 
     @abc.abstractmethod
     def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        """Write the values of some blocks, ``(blocks, columns)`` float32."""
+        """Write the values of some blocks, ``(blocks, codes.shape[1] * codes_per_byte)`` float32."""
+
+    def _whole_bytes(self, values: Tensor, codes: Tensor) -> Tensor:
+        """Return the values of blocks with the zeros that fill their last byte."""
+        return F.pad(values, (0, codes.shape[1] * self.codes_per_byte - values.shape[1]))
 
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -218,6 +220,7 @@ class FP4(BlockwiseCodec):
     codes_per_byte = 2
 
     def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
+        values = self._whole_bytes(values, codes)
         blocks, columns = values.shape
         # rounding can't carry into the sign; after the shift the low byte is the rounded exponent, below the sign
         work = (values.view(torch.int32) + _HALF_STEP).bitwise_right_shift_(23)
@@ -248,3 +251,47 @@ class FP4(BlockwiseCodec):
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Return ``2^exponent`` as float32, for int32 exponents of normal numbers."""
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+class Sign(BlockwiseCodec):
+    """The sign of each value and the mean magnitude of each block: ``value = +-mean(|x|)``, as in EF-SGD (1901.09847).
+
+    The mean is a bfloat16, taken over the integers ``floor(2^20 |x| / max|x|)``, so that it does not depend on the
+    order of summation. Bit i of byte j of a block of n values holds the sign of value ``j + i * ceil(n / 8)``, 1 for
+    negative ones and -0.0. What one bit does not say must be sent later: use error feedback (1.0).
+
+    Size: ``ceil(numel / 8) + 2 * ceil(numel / block_size)`` bytes, 1.06 bits per value for blocks of 256.
+
+    Error: at most the larger of the value's magnitude and the mean, which has an error of 2^-8 of itself and 2^-20 of
+    the largest magnitude. A block whose largest magnitude is below ``2^-100`` decodes to zeros. Saturates at the
+    largest bfloat16.
+
+    >>> codec = Sign(block_size=8)
+    >>> codec.decode(codec.encode(torch.tensor([1.0, -2.0, 0.0, 5.0])), 4)
+    tensor([ 2., -2.,  2.,  2.])
+    """
+
+    name = "sign"
+    saturation_limit = LARGEST_BFLOAT16
+    needs_error_feedback = True
+    scale_type = torch.bfloat16
+    codes_per_byte = 8
+
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
+        sizes, unit = whole_magnitudes(values)
+        total = sizes.sum(1).to(torch.float32)
+        scales.copy_((total / torch.full_like(total, values.shape[1])).mul_(unit[:, 0]).clamp_(max=LARGEST_BFLOAT16))
+        negative = (self._whole_bytes(values, codes).view(torch.int32) < 0).view(torch.uint8)
+        codes.zero_()
+        for bit, strip in enumerate(negative.view(len(codes), 8, -1).unbind(1)):
+            codes.bitwise_or_(strip.bitwise_left_shift(bit))
+
+    def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        bits = out.view(torch.int32)
+        for bit, strip in enumerate(bits.view(len(codes), 8, -1).unbind(1)):
+            strip.copy_(codes.bitwise_left_shift(7 - bit).view(torch.int8))  # moves the bit to the sign
+        bits.bitwise_and_(-1 << 31).bitwise_or_(scales.to(torch.float32).view(torch.int32).unsqueeze(1))
+
+    def _valid(self, scales: Tensor) -> Tensor:
+        normal = (scales >= _SMALLEST_NORMAL) & (scales <= LARGEST_BFLOAT16)  # false for NaN
+        return normal | (scales.view(torch.int16) == 0)

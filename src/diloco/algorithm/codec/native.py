@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 
-_VERSION = 2  # must equal KERNELS_VERSION of _kernels.c
+_VERSION = 3  # must equal KERNELS_VERSION of _kernels.c
 
 _ADDRESS, _COUNT, _WEIGHT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec
+from diloco.algorithm.codec.base import LARGEST_BFLOAT16, Codec, whole_magnitudes
 
 _TILE = 4096
 _KEPT = 64
 _SPREAD = _TILE // _KEPT
-_LEVELS = 1 << 20  # magnitudes are summed as integers, so that the order of summation does not matter
-_LEAST_MAXIMUM = 2.0**-100  # the least maximum of a tile; below it `_LEVELS / maximum` would come close to overflow
-_LARGEST_LEVEL = float(torch.finfo(torch.bfloat16).max)
 
 
 class TopK2(Codec):
@@ -53,7 +50,7 @@ class TopK2(Codec):
     """
 
     name = "topk2"
-    saturation_limit = _LARGEST_LEVEL
+    saturation_limit = LARGEST_BFLOAT16
     block_size = _TILE
     needs_error_feedback = True
 
@@ -91,7 +88,7 @@ class TopK2(Codec):
             columns = (tiles.stop - tiles.start) // len(records)
             levels, positions, codes = _unpack(records, columns)
             low, high = levels.unbind(1)
-            good = (low >= 0) & (low <= high) & (high <= _LARGEST_LEVEL)  # false for NaN
+            good = (low >= 0) & (low <= high) & (high <= LARGEST_BFLOAT16)  # false for NaN
             good &= (positions < columns).all(1) & (positions.diff(dim=1) > 0).all(1)
             good &= (_packed(levels, positions, codes) == records).all(1)  # unused bits must be zero
             if not bool(good.all()):
@@ -129,15 +126,12 @@ def _encode_tiles(values: Tensor, records: Tensor) -> None:
     backwards = torch.arange(columns - 1, -1, -1, dtype=torch.int64, device=values.device)
     positions = (magnitudes << 12 | backwards).topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
     chosen = values.gather(1, positions)
-    largest = chosen.abs().amax(dim=1, keepdim=True)
-    inverse = torch.full_like(largest, _LEVELS).div_(largest).masked_fill_(largest < _LEAST_MAXIMUM, 0.0)
-    sizes = chosen.abs().mul_(inverse).to(torch.int32).to(torch.int64)
+    sizes, unit = whole_magnitudes(chosen)
     high = sizes * kept > sizes.sum(dim=1, keepdim=True)
-    unit = largest / torch.full_like(largest, _LEVELS)
     levels = torch.cat([_mean(sizes, ~high) * unit, _mean(sizes, high) * unit], dim=1)
     levels[:, 1:] = torch.maximum(levels[:, :1], levels[:, 1:])  # for tiles in which no value is above the mean
     codes = (chosen < 0).to(torch.int64) << 1 | high
-    records.copy_(_packed(levels.clamp_(max=_LARGEST_LEVEL).to(torch.bfloat16), positions, codes))
+    records.copy_(_packed(levels.clamp_(max=LARGEST_BFLOAT16).to(torch.bfloat16), positions, codes))
 
 
 def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
