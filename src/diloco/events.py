@@ -6,6 +6,7 @@ names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
 """
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -260,3 +261,8 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_ready(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return what `json_ready` makes of ``value`` as JSON: every text for other programs comes from here."""
+    return json.dumps(json_ready(value), indent=indent, allow_nan=False)

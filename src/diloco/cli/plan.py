@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from msgspec import Meta
 from diloco.algorithm import SyncSettings
 from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.errors import ConfigurationError
+from diloco.events import to_json
 from diloco.model import PRESETS, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
@@ -92,7 +92,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         print(to_toml(settings))
         return 0
     record = _record(options, settings, model, sizes)
-    print(json.dumps(record, indent=2) if options.json else _report(record))
+    print(to_json(record, indent=2) if options.json else _report(record))
     return 0
 
 

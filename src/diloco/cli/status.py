@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import tempfile
 import time
@@ -19,6 +18,7 @@ from tyro.conf import Positional, arg
 
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
+from diloco.events import to_json
 from diloco.units import Duration, columns, facts_table, format_bytes, format_rate
 from diloco.waiting import say
 
@@ -112,7 +112,7 @@ def _checkpoint(folder: Path, *, as_json: bool) -> str:
     checkpoint = open_checkpoint(folder)
     record = asdict(checkpoint) | {"path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}
     try:
-        return json.dumps(record, indent=2) if as_json else _contents(record)
+        return to_json(record, indent=2) if as_json else _contents(record)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path} describes itself in a way that is not valid: {error!r}. Add --json to see all of it."

@@ -1,7 +1,6 @@
 """``diloco sweep``: run a study, which is a set of runs that differ in some settings."""
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from diloco.checkpoint import lock_folder, write_whole
 from diloco.config import flatten, parse_options
-from diloco.events import json_ready
+from diloco.events import to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ def run_sweep(arguments: Sequence[str]) -> int:
         for each in runs:
             if (summary := each.summary(folder)) or each.plan.record in errors:
                 about = {"run": each.name, "varied": each.varied, "error": errors.get(each.plan.record, "")}
-                rows.append(json_ready(about | {"settings": flatten(each.plan.configuration)} | (summary or {})))
-        write_whole(given.out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+                rows.append(about | {"settings": flatten(each.plan.configuration)} | (summary or {}))
+        write_whole(given.out / "results.jsonl", "".join(to_json(row) + "\n" for row in rows))
         write_whole(given.out / "table.md", table(rows) + "\n")
         return table(rows)
 

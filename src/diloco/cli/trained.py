@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from tyro.conf import Positional, arg
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
-from diloco.events import json_ready
+from diloco.events import to_json
 from diloco.terminal import as_typed, plain
 from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
@@ -132,7 +131,7 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     figures |= {"bits_per_byte": result.bits_per_byte, "tokens": result.tokens, "bytes": result.num_bytes}
     if options.json:
         about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
-        print(json.dumps(json_ready(figures | about), indent=2))
+        print(to_json(figures | about, indent=2))
         return 0
     print(trained.path if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}")
     forms = {"heldout_loss": "{:.4f} nats per token", "perplexity": "{:.4g}", "tokens": "{:,}", "bytes": "{:,}"}
@@ -204,7 +203,7 @@ def run_generate(arguments: Sequence[str]) -> int:
         *parts, rest = text
         ended_by = "length" if len(parts) == options.tokens else "end of document"
         about = {"prompt": prompt, "text": "".join([*parts, rest]), "tokens": len(parts), "ended_by": ended_by}
-        print(json.dumps(about, indent=2))
+        print(to_json(about, indent=2))
     else:
         _show(itertools.chain([prompt], text))
     return 0

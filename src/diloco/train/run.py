@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import time
@@ -29,6 +28,7 @@ from diloco.events import (
     RunStarted,
     SampleGenerated,
     Sink,
+    to_json,
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
@@ -181,7 +181,7 @@ class _Run:
                 self._sample()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self.folder / "summary.json", to_json(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
         fleet.finish(done=finished)  # may take a while: absent replicas are told of the end until they answer
         return summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ import xxhash
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.events import Event, StateFetched, StepFinished, json_ready, to_record
+from diloco.events import Event, StateFetched, StepFinished, to_json, to_record
 from diloco.membership import GREATEST, Count, Rank
 from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
@@ -94,6 +93,7 @@ class PeerStatus:
 
     ``batch_tokens`` are those of a trained step.
 
+    >>> import json
     >>> from diloco.events import Note, RoundVoid
     >>> status = PeerStatus()
     >>> for outer_step in (4, 5):
@@ -120,7 +120,7 @@ class PeerStatus:
             return
         fields = {name: value for name, value in to_record(event).items() if name not in _KEPT_PRIVATE}
         short = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
-        line = json.dumps(json_ready({**short, "time_s": round(time.time(), 3)})).encode()
+        line = to_json({**short, "time_s": round(time.time(), 3)}).encode()
         with self._lock:
             kept.append((self._next, line))
             self._next += 1
