@@ -19,6 +19,7 @@ from diloco.algorithm import (
     digest_state,
     digest_tensors,
 )
+from diloco.errors import ContractError
 from diloco.testing import check_merge_rule, check_outer_optimizer
 from tests.algorithm.codecs import PIECE
 
@@ -146,3 +147,36 @@ def test_rebase_keeps_the_drift_of_the_overlapped_steps(three: list[Tensor]) -> 
 def test_our_merge_rules_keep_the_contract() -> None:
     check_merge_rule(AlphaMerge(0.5))
     check_merge_rule(RebaseMerge())
+    check_merge_rule(AlphaMerge(1.0))
+
+
+class Returns:
+    """A merge rule that returns what it must write."""
+
+    keeps_sent = False
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> Tensor:
+        return (local + global_params) / 2
+
+
+def test_a_merge_rule_that_returns_its_result_is_refused() -> None:
+    """Nobody would use it: the replicas would train apart, with every round committed."""
+    with pytest.raises(ContractError, match="merge rule Returns: merge returned its result; it must update `local`"):
+        check_merge_rule(Returns())  # type: ignore[arg-type]
+    in_place = type("InPlace", (Returns,), {"merge": lambda self, local, new, sent: local.mul_(0.5).add_(new * 0.5)})
+    check_merge_rule(in_place())
+
+
+def test_an_outer_optimizer_that_keeps_the_mean_itself_is_refused() -> None:
+    """Its memory belongs to the round."""
+
+    class Keeps(Sgd):
+        def init(self, values: Tensor) -> OuterState:
+            return OuterState(slots={"last": torch.zeros_like(values)})
+
+        def update(self, mean: Tensor, state: OuterState, values: Tensor) -> None:
+            super().update(mean, state, values)
+            state.slots["last"] = mean
+
+    with pytest.raises(ContractError, match=r"after 1 updates a parameter or slot is .* in the memory of the mean"):
+        check_outer_optimizer(Keeps())

@@ -227,6 +227,11 @@ def test_a_broken_rule_is_found_by_the_contract() -> None:
     check_average_rule(SendersMean())
     with pytest.raises(ContractError, match="average Counting: equal contributions give different averages"):
         check_average_rule(Counting())
+    last = type("Last", (Longest,), {"combine": lambda self, given, sizes: [values for _, values in given][-1]})
+    with pytest.raises(ContractError, match=r"average Last: the average of 1 contributions .* shares their memory"):
+        check_average_rule(last())
+    with pytest.raises(ContractError, match="elementwise is True, but a value of the average depends on others"):
+        check_average_rule(type("Claims", (Longest,), {"elementwise": True})())
 
 
 class Greatest(Longest):

@@ -212,12 +212,14 @@ def check_outer_optimizer(outer: OuterOptimizer) -> None:
         expect(state.step == 0, f"init returned a state at step {state.step}, not 0")
         names = _slots(state)
         for count, mean in enumerate(means, 1):
-            before = mean.clone()
-            outer.update(mean, state, values)
-            expect(torch.equal(mean, before), "update changed the mean")
+            given = mean.clone()
+            outer.update(given, state, values)
+            expect(torch.equal(mean, given), "update changed the mean")
+            given.fill_(math.nan)  # its memory is not the optimizer's
             expect(state.step == count, f"the state is at step {state.step} after {count} updates")
             expect(_slots(state) == names, "update added or removed slots of the state")
-            expect(bool(values.isfinite().all()), f"the parameters are not finite after {count} updates")
+            finite = all(bool(each.isfinite().all()) for each in (values, *state.slots.values()))
+            expect(finite, f"after {count} updates a parameter or slot is not finite, or in the memory of the mean")
             if count == 2:  # as a joiner or a checkpoint copies it
                 resumed = OuterState(state.step, {slot: held.clone() for slot, held in state.slots.items()})
                 other = values.clone()
@@ -238,10 +240,12 @@ def check_average_rule(rule: AverageRule | None) -> None:
     """
     sizes = [_SIZE - 7, 0, 7]
 
-    def average(count: int, scale: float = 1.0) -> Tensor:
-        buffer = torch.empty_like(_draw(0))
-        given = ((1.0 + 0.5 * number, buffer.copy_(_draw(number)).mul_(scale)) for number in range(count))
-        return rule.combine(given, sizes)  # type: ignore[union-attr]  # None is caught below
+    def average(count: int, scale: float = 1.0, stop: int = _SIZE) -> Tensor:
+        buffer = torch.empty_like(_draw(0)[:stop])
+        given = ((1.0 + 0.5 * number, buffer.copy_(_draw(number)[:stop]).mul_(scale)) for number in range(count))
+        found: Tensor = rule.combine(given, sizes if stop == _SIZE else [stop])  # type: ignore[union-attr]  # None is caught below
+        buffer.fill_(math.nan)  # which the average shares no memory with
+        return found
 
     with _naming(f"average {type(rule).__name__}"):
         elementwise = getattr(rule, "elementwise", None)
@@ -249,8 +253,12 @@ def check_average_rule(rule: AverageRule | None) -> None:
         for count, scale in ((1, 1.0), (4, 1.0), (4, 0.0), (4, 1e-12)):
             found = average(count, scale)
             _expect_vector("combine returned", found, "values")
-            expect(bool(found.isfinite().all()), f"the average of {count} contributions is not finite")
+            finite = f"the average of {count} contributions is not finite, or shares their memory"
+            expect(bool(found.isfinite().all()), finite)
             expect(torch.equal(found, average(count, scale)), "equal contributions give different averages")
+        for stop in range(1, 99, 7) if elementwise else ():
+            alike = torch.allclose(average(4, stop=stop), average(4)[:stop], rtol=1e-4, atol=1e-6)
+            expect(alike, "elementwise is True, but a value of the average depends on others")
 
 
 def check_merge_rule(rule: MergeRule) -> None:
@@ -264,7 +272,8 @@ def check_merge_rule(rule: MergeRule) -> None:
         merged = []
         for _ in range(2):
             local, global_params, sent = _draw(0), _draw(1), _draw(2) if keeps else None
-            rule.merge(local, global_params, sent)
+            returned: object = rule.merge(local, global_params, sent)  # type: ignore[func-returns-value]
+            expect(returned is None or returned is local, "merge returned its result; it must update `local` in place")
             expect(torch.equal(global_params, _draw(1)), "merge changed the global parameters")
             expect(sent is None or torch.equal(sent, _draw(2)), "merge changed the sent parameters")
             expect(bool(local.isfinite().all()), "the local parameters are not finite after a merge")
