@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, RoundId
+from diloco.algorithm import AlphaMerge, Contribution, MergeRule, RebaseMerge, RoundId, SyncSchedule
+from diloco.errors import TransportError
 from diloco.events import RoundCommitted, RoundVoid
+from diloco.outer import DiLoCo
+from diloco.transport import InProcessTransport, Pending, Transport
 from tests.faults import Fault, FaultKind
 from tests.replicas import Swarm, agree, quadratic, streaming
 
@@ -91,3 +94,47 @@ def test_a_corrupted_replica_is_found_before_its_first_average() -> None:
     swarm.run(8, quadratic())
     assert "replica 2 differ from those of replica 0" in " ".join(reasons(swarm))
     assert agree(swarm)
+
+
+class Foreign(Transport):
+    """A transport of one's own, which fails in a way that this package does not know."""
+
+    def __init__(self, pending: object) -> None:
+        alone = InProcessTransport(1).endpoint(0)
+        self.replica, self.view, self.pending = alone.replica, alone.view, pending
+        self.publish = alone.publish  # type: ignore[method-assign]
+
+    def average(self, contribution: Contribution) -> Pending:
+        return self.pending() if callable(self.pending) else self.pending  # type: ignore[return-value]
+
+    def publish(self, *_: Any) -> None: ...
+
+    def fetch(self, *_: Any) -> Any: ...
+
+
+def fail() -> Any:
+    raise OSError("the cable is cut")
+
+
+@pytest.mark.parametrize(
+    ("pending", "words"),
+    [
+        (fail, "average of the transport .*Foreign raised OSError: the cable is cut"),
+        (None, "average of the transport .*Foreign raised TypeError: it returned NoneType, not Pending"),
+        (Pending(fail), "Pending.wait of the transport .*Foreign raised OSError: the cable is cut"),
+        (Pending(lambda: 3), "Pending.wait of the transport .*Foreign raised TypeError: it returned int, not Average"),  # type: ignore[arg-type, return-value]
+    ],
+    ids=["average", "no pending", "wait", "no average"],
+)
+def test_a_transport_that_fails_in_its_own_way_is_named(pending: object, words: str) -> None:
+    """Regression: a loop that went on after the error of `Pending.wait` ended in an assertion."""
+    model = nn.Linear(2, 1)
+    diloco = DiLoCo(
+        model, torch.optim.SGD(model.parameters()), transport=Foreign(pending), schedule=SyncSchedule(inner_steps=1)
+    )
+    with pytest.raises(TransportError, match=words) as raised:
+        diloco.step()
+    assert raised.value.__cause__ is not None
+    again = "waiting for its average has failed, so the fragment can't be sent again" if diloco.in_flight else words
+    with pytest.raises(TransportError, match=again):
+        diloco.step()

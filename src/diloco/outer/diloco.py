@@ -51,8 +51,9 @@ from diloco.outer.arguments import (
 from diloco.outer.fragment import Fragment
 from diloco.outer.recovery import StateRecovery
 from diloco.outer.state import greatest_of_ranks
+from diloco.protocol import Average
 from diloco.state_tree import readable_state
-from diloco.transport import InProcessTransport, Transport
+from diloco.transport import InProcessTransport, Transport, asked
 from diloco.units import diff
 
 
@@ -350,7 +351,7 @@ class DiLoCo:
             text = f"Values of fragment {fragment.index} were outside the codec's range and were clamped to its limit."
             self._on_event(Note(step=self.steps, text=text))
         try:
-            average = fragment.flight.pending.wait()
+            average = asked(self.transport, Average, "Pending.wait", fragment.flight.pending.wait)
         except (DivergedError, RoundVoidError) as void:
             error = void.with_traceback(None)  # which would keep this frame and its tensors
         diverged = error if isinstance(error, DivergedError) else None

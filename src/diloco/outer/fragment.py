@@ -41,11 +41,11 @@ from diloco.algorithm import (
     unflatten_,
 )
 from diloco.devices import empty
-from diloco.errors import FragmentError, NonFiniteError
+from diloco.errors import FragmentError, NonFiniteError, TransportError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.state import Direction, GlobalState, Greatest
 from diloco.protocol import Average
-from diloco.transport import Pending, Transport
+from diloco.transport import Pending, Transport, asked
 from diloco.waiting import in_thread
 
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
@@ -187,7 +187,9 @@ class Fragment:
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
         fields of `Contribution`.
         """
-        assert self.flight is None, "a fragment has at most one round in flight"
+        if self.flight is not None:  # the caller goes on after `Pending.wait` has failed
+            words = f"{self.flight.contribution.round} has no end, as waiting for its average has failed"
+            raise TransportError(f"{words}, so the fragment can't be sent again. Resume from a saved state.")
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
         codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
         candidate, largest = None, 0.0
@@ -217,7 +219,7 @@ class Fragment:
         if transport.average_later and (ready is not None or self.device.type == "cuda"):
             pending = transport.average_later(contribution, ready, self.state.prepare)
         else:
-            pending = transport.average(contribution)
+            pending = asked(transport, Pending, "average", lambda: transport.average(contribution))
         self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
         self.candidate = candidate  # after submitting, which may fail
         return RoundSent(
@@ -376,7 +378,8 @@ class Fragment:
                 payload = contribution.payload.to(self.device)
                 again = replace(contribution, replica=transport.replica, payload=payload)
                 kept = None if sent is None else sent.to(self.device)
-                self.flight = InFlight(again, transport.average(again), kept)
+                pending = asked(transport, Pending, "average", lambda: transport.average(again))
+                self.flight = InFlight(again, pending, kept)
 
         return load
 

@@ -3,6 +3,7 @@ from .address import parse_address as parse_address
 from .address import parse_listen as parse_listen
 from .base import Pending as Pending
 from .base import Transport as Transport
+from .base import asked as asked
 from .cluster import connect_process_group as connect_process_group
 from .cluster import open_cluster as open_cluster
 from .connections.connection_manager import ConnectionManager as ConnectionManager

@@ -12,10 +12,10 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.algorithm import Contribution
-from diloco.errors import TransportError
+from diloco.errors import DiLoCoError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport.virtual_network import VirtualNetwork
@@ -33,6 +33,28 @@ class Pending:
         DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
         RoundTimeoutError: if the round is not decided in the transport's time.
     """
+
+
+T = TypeVar("T")
+
+
+def asked(transport: Transport, kind: type[T], method: str, call: Callable[[], T]) -> T:
+    """Return what ``call`` returns, which asks a transport by its ``method``.
+
+    Raises:
+        TransportError: a transport of the user's own failed with an error that is not of this package, or returned
+            something else than a ``kind``.
+    """
+    name = f"{type(transport).__module__}.{type(transport).__qualname__}"
+    try:
+        answer = call()
+        if not isinstance(answer, kind):
+            raise TypeError(f"it returned {type(answer).__name__}, not {kind.__name__}")
+        return answer
+    except Exception as error:
+        if isinstance(error, DiLoCoError) or name.startswith("diloco."):
+            raise
+        raise TransportError(f"{method} of the transport {name} raised {type(error).__name__}: {error}.") from error
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]
