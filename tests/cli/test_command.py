@@ -156,6 +156,23 @@ print([name for name in ("torch", "tensorboard", "rich", "tokenizers", "pyarrow"
     assert (process.returncode, out, err) == (0, f"diloco {__version__}\n[]\n", "")
 
 
+@pytest.mark.parametrize("module", ["diloco.cli", "diloco.terminal", "diloco.cli.plan", "msgspec"])
+def test_ctrl_c_during_the_imports_ends_quietly(module: str) -> None:
+    code = f"""
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["diloco", "presets"]
+runpy.run_module("diloco", run_name="__main__")
+"""
+    process = python("-c", code)
+    _, err = process.communicate()
+    assert (process.returncode, err.replace("diloco: interrupted.\n", "")) == (130, "")
+
+
 def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
     reading, writing = os.pipe()
     os.close(reading)
