@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.private_files import make_private_folder
+from diloco.private_files import make_private_folder, replace_private
 from diloco.transport import Credentials
 from tests.cli.runs import SMALL
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, streams_of
@@ -94,3 +94,10 @@ def test_missing_folders_are_private_and_existing_ones_stay_as_they_are(tmp_path
     (shared / "file").touch()
     with pytest.raises(FileExistsError):
         make_private_folder(shared / "file")
+
+
+def test_a_private_file_that_can_not_be_replaced_leaves_no_other(tmp_path: Path) -> None:
+    (tmp_path / "key").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_private(tmp_path / "key", b"secret")
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]

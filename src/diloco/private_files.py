@@ -96,7 +96,11 @@ def replace_private(path: Path, data: bytes) -> None:
     """
     half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers share process ids
     create_private(half, data)
-    os.replace(half, path)
+    try:
+        os.replace(half, path)
+    except BaseException:
+        half.unlink(missing_ok=True)
+        raise
 
 
 def make_private_folder(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
-from diloco.errors import DataError
+from diloco.errors import ConfigurationError, DataError
 from diloco.monitor import MonitorSettings, make_sinks, verify_lineage
 from tests.monitor.made_events import committed, started
 from tests.runs import SMALL, write_text
@@ -134,3 +134,38 @@ def test_a_start_leaves_what_is_there_on_disk(run: Path) -> None:
     sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), run, is_terminal=False)
     assert path.read_bytes() == before
     sink.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_rounds_that_were_cut_off_at_the_end_are_named(run: Path, kept: int) -> None:
+    """Cut at the end of a line, the file is what a killed process leaves. No other replica's file is."""
+    path = run / "replica-1" / "lineage.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+    table, problems = verify_lineage(run)
+    lost = min(3, 4 - kept)
+    words = f"Replica 1 gave to rounds that its file lacks, {lost} in all, the first fragment 0, outer step {3 - lost}."
+    assert words in table
+    assert "Replica 0" not in table
+    assert problems == []
+
+
+def test_rounds_before_a_replica_came_are_not_missing_in_its_file(run: Path) -> None:
+    for name in ("lineage.jsonl", "lineage.key"):
+        (run / "replica-1" / name).unlink()
+    told(run / "replica-1", 1, start=20, rounds=1)
+    assert "lacks" not in verify_lineage(run)[0]
+
+
+def test_a_stranger_signs_a_start_that_is_no_step(tmp_path: Path) -> None:
+    sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), tmp_path, is_terminal=False)
+    sink.handle(started("x"))  # type: ignore[arg-type]
+    sink.close()
+    with pytest.raises(DataError, match="line 1: Expected `int`, got `str`"):
+        verify_lineage(tmp_path)
+
+
+def test_a_key_that_is_cut_is_refused(run: Path) -> None:
+    """Regression: what a process left that was killed at its first start ended every later one with a traceback."""
+    (run / "lineage.key").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"lineage.key is damaged. Delete it"):
+        told(run, 0, start=30)

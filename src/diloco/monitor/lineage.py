@@ -1,7 +1,8 @@
 """A signed record of who contributed what: ``lineage.jsonl`` of each process, and its verification.
 
 An entry has the digest of the line before, so that none can be left out or inserted; the first one has the public key
-of all signatures. A start supersedes the rounds after its step. A round has what its replica saw and gave.
+of all signatures. What is cut off at the end shows only in the files of the other replicas, and looks like a crash. A
+start supersedes the rounds after its step. A round has what its replica saw and gave.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco import events
-from diloco.errors import DataError
-from diloco.private_files import create_private, read_private, read_regular
+from diloco.errors import ConfigurationError, DataError
+from diloco.private_files import read_private, read_regular, replace_private
 from diloco.units import columns
 
 LINEAGE_FILE, _KEY_FILE = "lineage.jsonl", "lineage.key"
@@ -55,8 +56,10 @@ class LineageSink:
         path, key = folder / LINEAGE_FILE, folder / _KEY_FILE
         if not key.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            create_private(key, Ed25519PrivateKey.generate().private_bytes_raw())
-        self._key = Ed25519PrivateKey.from_private_bytes(read_private(key, f"The key {key}"))
+            replace_private(key, Ed25519PrivateKey.generate().private_bytes_raw())  # at once, however it ends
+        if len(secret := read_private(key, f"The key {key}")) != 32:
+            raise ConfigurationError(f"The key {key} is damaged. Delete it, and this process signs with another one.")
+        self._key = Ed25519PrivateKey.from_private_bytes(secret)
         self._public = self._key.public_key().public_bytes_raw().hex()
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         if lines and self._public.encode() not in lines[0]:
@@ -87,12 +90,12 @@ class LineageSink:
         self._file.close()
 
 
-def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Return the public key of a file and its rounds that count, or raise `DataError` if it was changed."""
+def read_lineage(path: Path) -> tuple[str, int, list[dict[str, Any]]]:
+    """Return the public key, the first step and the rounds that count of a file; `DataError`: it was changed."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    key, previous, rounds = "", "", list[dict[str, Any]]()
+    key, previous, rounds, begins = "", "", list[dict[str, Any]](), list[int]()
     try:
         lines = read_regular(path).split(b"\n")[:-1]
     except OSError as error:
@@ -108,7 +111,8 @@ def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
             if entry["previous"] != previous:
                 raise ValueError("what came before it was changed")
             if "started_at" in entry:
-                rounds = [each for each in rounds if each["step"] <= entry["started_at"]]
+                begins.append(msgspec.convert(entry["started_at"], int))
+                rounds = [each for each in rounds if each["step"] <= begins[-1]]
             else:
                 msgspec.convert(entry, _Round)
                 rounds.append(entry)
@@ -116,14 +120,15 @@ def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
             why = str(error) or "its signature is wrong"
             raise DataError(f"{path}, line {number}: {why}. The file is not what its process has written.") from error
         previous = hashlib.sha256(line).hexdigest()
-    return key, rounds
+    return key, next(iter(begins), 0), rounds
 
 
 def verify_lineage(folder: Path) -> tuple[str, list[str]]:
     """Rebuild who contributed what from the files of a run's replicas.
 
     Returns:
-        A table with a row for each replica, and sentences about rounds of which two files say different things.
+        A table with a row for each replica and what its file lacks, and sentences about rounds of which two files say
+        different things.
 
     Raises:
         DataError: if there is no file, or one was changed.
@@ -131,12 +136,15 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
     paths = [path for path in (folder / LINEAGE_FILE, *folder.glob(f"replica-*/{LINEAGE_FILE}")) if path.exists()]
     if not paths:
         raise DataError(f"{folder} has no {LINEAGE_FILE}. Train with --sinks lineage.")
-    keys: dict[int, str] = {}
+    keys, begins, lacking = dict[int, str](), dict[int, int](), defaultdict[int, list[str]](list)
     told: defaultdict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     problems = []
     for path in paths:
-        key, rounds = read_lineage(path)
+        key, begin, rounds = read_lineage(path)
+        named = path.parent.name.rpartition("replica-")[2]  # the file may lack all of its rounds
+        begins |= dict.fromkeys([int(named)] if named.isdecimal() else [], begin)
         for entry in rounds:
+            begins.setdefault(entry["replica"], begin)
             if keys.setdefault(entry["replica"], key) != key:
                 problems.append(f"Two keys have signed for replica {entry['replica']}.")
             told[entry["fragment"], entry["outer_step"]][entry["replica"]] = entry
@@ -151,6 +159,8 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
         known = [weights[each] for each in first["contributors"] if each in weights]
         unknown = len(first["contributors"]) - len(known)  # such as those on other machines: they share the rest
         for replica in first["contributors"]:
+            if replica not in entries and begins.get(replica, first["step"]) < first["step"]:
+                lacking[replica].append(f"fragment {fragment}, outer step {outer_step}")
             counted[replica].append(weights.get(replica, (total - sum(known)) / max(1, unknown)) / total)
         if not unknown and abs(sum(known) / total - 1) > 1e-6:
             problems.append(f"{about}: the weights are {known}, but the mean was divided by {total}.")
@@ -158,4 +168,8 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
         [str(replica), keys.get(replica, "-")[:16], str(len(shares)), f"{100 * sum(shares) / len(told):.2f} %"]
         for replica, shares in sorted(counted.items())
     ]
-    return columns(["replica", "key", f"of {len(told)} rounds", "weight"], rows), list(dict.fromkeys(problems))
+    table = columns(["replica", "key", f"of {len(told)} rounds", "weight"], rows)
+    for replica, lost in sorted(lacking.items()):
+        table += f"\nReplica {replica} gave to rounds that its file lacks, {len(lost)} in all, the first {lost[0]}. "
+        table += "Its process ended before it merged them, or the end of the file was cut off."
+    return table, list(dict.fromkeys(problems))
