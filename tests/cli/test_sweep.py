@@ -192,6 +192,8 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
 
 @pytest.mark.parametrize(("text", "words"), [
     ("[bases]\nseed = 1", r"must have a table \[axes\].*got \[bases\]"),
+    ("axes = 3", r"must have a table \[axes\].*got axes"),
+    ("base = 3\n[axes]\nseed = [1]", r"must have a table .*got base, \[axes\]"),
     ("[axes]\nseed = 1", "seed must be a list of different values, got 1"),
     ("[axes]\nseed = [1, 1]", "seed=1 and seed=1 are the same run"),
     ('[axes]\nnetwork.silence = ["60s", "1min"]', "silence=60s and silence=1min are the same run"),

@@ -83,7 +83,14 @@ def test_what_a_resumed_run_does_again_is_superseded(tmp_path: Path) -> None:
     assert read_metrics(path, "Note") == []
 
 
-@pytest.mark.parametrize("damage", ["[]", '{"event": "Note", "step": 1}', '{"schema": 2, "event": "Note", "step": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("[]", "[" * 99_999, '{"event": "Note", "step": 1}', '{"schema": 1, "event": "Note", "step": "1"}'),
+        '{"schema": 2, "event": "Note", "step": 1}',
+    ],
+    ids=["list", "nested", "no schema", "no step", "another schema"],
+)
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     path = written(tmp_path / "m.jsonl", note(1))
     path.write_text(path.read_text() + damage + "\n" + path.read_text())

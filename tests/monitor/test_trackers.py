@@ -94,6 +94,17 @@ class Wandb:
         self.exits.append(exit_code)
 
 
+def test_wandb_gets_a_new_run_where_writing_its_name_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, path = Wandb(monkeypatch), tmp_path / "wandb" / "id"
+    path.parent.mkdir()
+    path.touch()
+    track(tracker("wandb", tmp_path), started(0))
+    assert [each["id"] for each in wandb.begun] == [path.read_text().strip()]
+    assert path.read_text().strip()
+
+
 def test_wandb_gets_one_run_with_its_continuation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Wandb(monkeypatch)
     monkeypatch.setenv("WANDB_PROJECT", "mine")

@@ -12,6 +12,7 @@ Trackers are sinks that pass the curves of a run to a program that draws them.
 
 import contextlib
 import json
+import operator
 import os
 import secrets
 import time
@@ -50,7 +51,7 @@ class MetricsFile:
     def handle(self, event: events.Event) -> None:
         """Append ``event``."""
         record = events.to_record(event) | {"time_s": round(time.time(), 3)}
-        self._file.write(json.dumps(events.json_ready(record), allow_nan=False) + "\n")
+        self._file.write(events.to_json(record) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -73,8 +74,8 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete or empty
         try:
             record = json.loads(line)
-            schema, name, step = record["schema"], record["event"], record["step"]
-        except (ValueError, TypeError, LookupError) as error:
+            schema, name, step = record["schema"], record["event"], operator.index(record["step"])
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             why = f"Line {number} of {path} is not a valid event record ({error!r}): {line[:80]!r}."
             raise DataError(f"{why} Remove that line to read the rest.") from error
         if schema != events.SCHEMA_VERSION:
@@ -182,7 +183,7 @@ class WandbSink(_Tracker):
         self._wandb = wandb
         self._exit_code = 1  # until `RunFinished` arrives
         path = folder / "wandb" / "id"
-        identifier = path.read_text("utf-8").strip() if path.exists() else secrets.token_hex(6)
+        identifier = (path.read_text("utf-8").strip() if path.exists() else "") or secrets.token_hex(6)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{identifier}\n", "utf-8")

@@ -93,10 +93,11 @@ def read_study(path: Path) -> list[Run]:
         ConfigurationError: if the file can't be read, or a key or value is not valid for a run.
     """
     tables = read_tables(path)
-    if tables.keys() - {"base", "axes"} or not tables.get("axes"):
+    given = [f"[{name}]" if isinstance(table, dict) else name for name, table in tables.items()]
+    if {*given} - {"[base]", "[axes]"} or not tables.get("axes"):
         raise ConfigurationError(
             f"{path} must have a table [axes], with a list of values for each key that is varied, and may have [base], "
-            f"with keys of a run, got {', '.join(f'[{name}]' for name in tables) or 'nothing'}."
+            f"with keys of a run, got {', '.join(given) or 'nothing'}."
         )
     base, axes = dict(_leaves(tables.get("base", {}))), dict(_leaves(tables["axes"]))
     for names, points in axes.items():
