@@ -196,10 +196,10 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
     return [digests[0][:12], words[0], f"{len(losses)} {words[1]}", ", ".join(resumed), "; ".join(wrong) or "same"]
 
 
-def compare_transports(version: Version, text: Path) -> int:
+def compare_transports(version: Version, text: Path, only: tuple[str, ...]) -> int:
     """Print a row of digests for each case, and return how many rows have different ones."""
     rows: list[list[str]] = []
-    for cases in OF_TRANSPORTS:
+    for cases in (cases for cases in OF_TRANSPORTS if cases[0].name.startswith(only)):
         cells, digests = dict.fromkeys(TRANSPORTS, ""), set[str]()
         for case in cases:
             folder = version.train(case, text, "run" if case.stop_after is None else "stopped", *case.stop)
@@ -223,18 +223,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[""], help="make only runs whose names begin with one of these")
     parser.add_argument("--work", type=Path, help="keep the runs in this folder, and reuse those of BEFORE")
     given = parser.parse_args(arguments)
+    only = tuple(given.only)
+    if not any(case.name.startswith(only) for case in (sum(OF_TRANSPORTS, ()) if given.transports else CASES)):
+        parser.error(f"no run begins with {' or '.join(only)}")
     work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
+    shutil.rmtree(work / "after", ignore_errors=True)
     if given.transports:
         version = Version(given.after, work / "after")
-        failures = compare_transports(version, write_text(work / "text.jsonl"))
+        failures = compare_transports(version, write_text(work / "text.jsonl"), only)
         version.close()
         return int(failures > 0)
-    shutil.rmtree(work / "after", ignore_errors=True)
     before, after = Version(given.before, work / "before"), Version(given.after, work / "after")
     text = write_text(work / "text.jsonl")
     print("| run | digest before | after | losses | same end when resumed | everything else |\n" + "|---" * 6 + "|")
     failures = 0
-    for case in (case for case in CASES if case.name.startswith(tuple(given.only))):
+    for case in (case for case in CASES if case.name.startswith(only)):
         try:
             row = compare(case, before, after, text)
         except SystemError as error:
