@@ -264,5 +264,9 @@ def json_ready(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return what `json_ready` makes of ``value`` as JSON: every text for other programs comes from here."""
+    """Return what `json_ready` makes of ``value`` as JSON: every text for other programs comes from here.
+
+    >>> to_json({"perplexity": math.inf})
+    '{"perplexity": "Infinity"}'
+    """
     return json.dumps(json_ready(value), indent=indent, allow_nan=False)

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import signal
 import threading
 from contextlib import nullcontext
@@ -54,16 +53,6 @@ def test_a_run_learns_and_leaves_what_scripts_count_on(data: Path, tmp_path: Pat
     assert isinstance(started, RunStarted)
     assert len(started.facts) < 12, "the console prints a title and a line for each"
     assert isinstance(listener.events[-1], RunFinished)
-
-
-def test_the_summary_of_a_run_that_has_diverged_is_json(data: Path, tmp_path: Path) -> None:
-    """Regression: it had a bare Infinity, which only Python reads."""
-    evaluation = mock.Mock(loss=1e9, perplexity=math.inf, bits_per_byte=math.nan, tokens=1)
-    with mock.patch("diloco.train.run.evaluate", return_value=evaluation):
-        summary = train(data, tmp_path / "run", "--steps 1")
-    written = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert [written[name] for name in ("heldout_loss", "perplexity", "bits_per_byte")] == [1e9, "Infinity", "NaN"]
-    assert summary["perplexity"] == math.inf
 
 
 class Interrupter(Listener):
