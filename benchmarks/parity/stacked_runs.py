@@ -83,6 +83,8 @@ SPARSE = TOPK2 | outer(1.0, 0.0)
 SUM = outer(2.0, 0.0)
 FLATTER = {"singular_power": 0.5}
 ISOTROPIC: Settings = {"isotropic": True}
+SIGN: Settings = {"codec": "sign", "error_feedback": 1.0}
+OFTEN: Settings = {"inner_steps": 2, "overlap_steps": 0} | SUM
 ONE: Settings = {"replicas": 1}
 EIGHT: Settings = ADAMW | rate(3e-3) | {"replicas": 8}
 BATCHES = {8: (5.6e-3, 8e-3), 32: (1.13e-2, 1.6e-2)}  # sequences in a step: rates
@@ -121,7 +123,7 @@ GROUPS = {
     ),
     "windows": each(
         *({"inner_steps": 5} | way for way in ({}, *(rate(r) | outer(0.6, 0.6) for r in (1.13e-2, 1.6e-2)))),
-        *({"inner_steps": 2, "overlap_steps": 0} | way for way in (SUM, rate(1.13e-2) | outer(1.4, 0.0), TOPK2 | SUM)),
+        *(OFTEN | way for way in ({}, rate(1.13e-2) | outer(1.4, 0.0), TOPK2)),
         {"inner_steps": 1, "overlap_steps": 0} | SUM,
         seeds=(0,),
     ),
@@ -160,6 +162,21 @@ GROUPS = {
         *(EIGHT | outer(1.2, 0.8) | {"inner_steps": 30} | way for way in ({}, ISOTROPIC)), seeds=(0,)
     ),
     "sharper": each(*(outer(1.0, 0.6) | {"singular_power": p} for p in (1.5, 2.0)), seeds=(0,)),
+    "sign": each(
+        SIGN,
+        SIGN | {"inner_steps": 5},
+        *(way | OFTEN for way in ({}, SIGN)),
+        {"inner_steps": 30},
+        ADAMW | rate(3e-3) | outer(0.7, 0.8) | SIGN,
+        QUICK_START | SIGN | OFTEN,
+    ),
+    "sign, other steps": [
+        *each(SIGN | OFTEN | rate(1.13e-2)),
+        *each(SIGN | OFTEN | outer(2.5, 0.0), seeds=(1, 2)),
+        *each(QUICK_START | SIGN, seeds=(0,)),
+        *each(ADAMW | rate(3e-3) | outer(1.2, 0.8) | ISOTROPIC | SIGN, seeds=(2,)),
+    ],
+    "isotropic, Muon": each(ISOTROPIC | outer(1.2, 0.6), ISOTROPIC | rate(4e-3) | outer(1.0, 0.8), seeds=(0,)),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(
         *(EIGHT | {"inner_steps": h} | way for h in (5, 15) for way in (outer(0.7, 0.8), outer(1.0, 0.0), SPARSE)),
