@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.algorithm import trainable_parameters
+from diloco.algorithm import local_shard, trainable_parameters
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import (
     CheckpointError,
@@ -25,7 +25,6 @@ from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import load_session, replicas_in
-from diloco.trained import load_parameters
 from diloco.units import diff
 from diloco.waiting import waiting_for
 
@@ -151,13 +150,15 @@ def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float
     if replica.diloco is not None:
         replica.diloco.take_over(fleet.transport.view.members, keep_work=True)
     else:
-        before = {name: each.detach().clone() for name, each in trainable_parameters(replica.model).items()}
+        shards = [local_shard(each) for each in trainable_parameters(replica.model).values()]
+        before = [each.clone() for each in shards]
         try:
             with stop.interrupting():
                 _adopt_state(session, replica, fleet)
         except BaseException:  # the replica stays in the shared start, with none of the others' fragments
             replica.diloco = None
-            load_parameters(replica.model, before)
+            for shard, values in zip(shards, before, strict=True):
+                shard.copy_(values)
             raise
     _become_member(session, replica, fleet)
 
