@@ -162,7 +162,7 @@ class Returns:
 def test_a_merge_rule_that_returns_its_result_is_refused() -> None:
     """Nobody would use it: the replicas would train apart, with every round committed."""
     with pytest.raises(ContractError, match="merge rule Returns: merge returned its result; it must update `local`"):
-        check_merge_rule(Returns())  # type: ignore[arg-type]
+        check_merge_rule(Returns())  # type: ignore[arg-type]  # on purpose
     in_place = type("InPlace", (Returns,), {"merge": lambda self, local, new, sent: local.mul_(0.5).add_(new * 0.5)})
     check_merge_rule(in_place())
 

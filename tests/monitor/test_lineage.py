@@ -158,7 +158,7 @@ def test_rounds_before_a_replica_came_are_not_missing_in_its_file(run: Path) -> 
 
 def test_a_stranger_signs_a_start_that_is_no_step(tmp_path: Path) -> None:
     sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), tmp_path, is_terminal=False)
-    sink.handle(started("x"))  # type: ignore[arg-type]
+    sink.handle(started("x"))  # type: ignore[arg-type]  # on purpose
     sink.close()
     with pytest.raises(DataError, match="line 1: Expected `int`, got `str`"):
         verify_lineage(tmp_path)

@@ -102,10 +102,10 @@ class Foreign(Transport):
     def __init__(self, pending: object) -> None:
         alone = InProcessTransport(1).endpoint(0)
         self.replica, self.view, self.pending = alone.replica, alone.view, pending
-        self.publish = alone.publish  # type: ignore[method-assign]
+        self.publish = alone.publish  # type: ignore[method-assign]  # that of another
 
     def average(self, contribution: Contribution) -> Pending:
-        return self.pending() if callable(self.pending) else self.pending  # type: ignore[return-value]
+        return self.pending() if callable(self.pending) else self.pending  # type: ignore[return-value]  # on purpose
 
     def publish(self, *_: Any) -> None: ...
 
@@ -122,7 +122,7 @@ def fail() -> Any:
         (fail, "average of the transport .*Foreign raised OSError: the cable is cut"),
         (None, "average of the transport .*Foreign raised TypeError: it returned NoneType, not Pending"),
         (Pending(fail), "Pending.wait of the transport .*Foreign raised OSError: the cable is cut"),
-        (Pending(lambda: 3), "Pending.wait of the transport .*Foreign raised TypeError: it returned int, not Average"),  # type: ignore[arg-type, return-value]
+        (Pending(lambda: 3), "Pending.wait of the transport .*Foreign raised TypeError: it returned int, not Average"),  # type: ignore[arg-type, return-value]  # on purpose
     ],
     ids=["average", "no pending", "wait", "no average"],
 )

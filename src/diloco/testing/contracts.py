@@ -272,7 +272,7 @@ def check_merge_rule(rule: MergeRule) -> None:
         merged = []
         for _ in range(2):
             local, global_params, sent = _draw(0), _draw(1), _draw(2) if keeps else None
-            returned: object = rule.merge(local, global_params, sent)  # type: ignore[func-returns-value]
+            returned: object = rule.merge(local, global_params, sent)  # type: ignore[func-returns-value]  # a wrong one's
             expect(returned is None or returned is local, "merge returned its result; it must update `local` in place")
             expect(torch.equal(global_params, _draw(1)), "merge changed the global parameters")
             expect(sent is None or torch.equal(sent, _draw(2)), "merge changed the sent parameters")
