@@ -35,7 +35,7 @@ class Pace:
     def close(self): pass
     def handle(self, event):
         if isinstance(event, StepFinished):
-            time.sleep(0.02)
+            time.sleep(0.02)  # the length of a step, waiting for nothing
 """
 """Code of one's own, with which a step takes a while: peers would take all cores while a test waits for them."""
 

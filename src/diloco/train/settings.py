@@ -144,7 +144,8 @@ class RunSettings:
         self.emulate.check(self.network)
 
 
-_LEFT_OUT = {"sign": "the magnitudes", "topk2": "98 % of the values"}
+# what a codec leaves out, and the error feedback that suits it
+_LEFT_OUT = {"sign": ("the magnitudes", 1.0), "topk2": ("98 % of the values", 0.95)}
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
 
 LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale
@@ -244,10 +245,11 @@ def _codec(settings: RunSettings) -> str:
         f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
         "streaming or diloco.",
     )
+    what, feedback = _LEFT_OUT.get(name, ("", 0.0))
     _refuse_if(
-        name in _LEFT_OUT and not sync.error_feedback,
-        f"sync.codec={name!r} leaves out {_LEFT_OUT.get(name)}, which are lost without error feedback. Add "
-        "--error-feedback 0.95, for example.",
+        feedback > 0 and not sync.error_feedback,
+        f"sync.codec={name!r} leaves out {what}, which are lost without error feedback. Add --error-feedback "
+        f"{feedback:g}, for example.",
     )
     return name
 
