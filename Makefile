@@ -35,7 +35,7 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 	$(BIN)/diloco train $(ARGS)
 
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 $(ARGS)
 
 coverage: $(STAMP) ## run the tests, and fail if they cover less of the package than pyproject.toml asks for (before a release; takes half as long again)
 	$(MAKE) test ARGS="--cov --cov-report= $(ARGS)"

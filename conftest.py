@@ -1,9 +1,11 @@
 """Hooks that make tests faster: pytest imports only files that have tests or doctests, the garbage collector skips what
-was created before the first test, and one server forks processes for all test processes."""
+was created before the first test, and one server forks processes for all test processes. One hook ends what hangs."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.processes import start_server, use_server
+
+STDERR = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,5 +39,14 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # not yet captured
     if server := getattr(config, "workerinput", {}).get("server"):
         use_server(*server)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Begin the time limit anew. A failure ends that of a test, and a fixture that hung then held up all for hours."""
+    faulthandler.dump_traceback_later(
+        float(item.config.getini("faulthandler_timeout")), file=item.config.stash[STDERR], exit=True
+    )
