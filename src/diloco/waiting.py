@@ -1,4 +1,4 @@
-"""Work in a thread, messages on standard error, and reports of long waits: for what, since when, until when."""
+"""Work in a thread, types that threads share, messages on standard error, and reports of long waits."""
 
 import json
 import logging
@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -21,12 +23,27 @@ LOGGER = logging.getLogger("diloco.waiting")
 
 FIRST_REPORT_S = 2.0  # waits shorter than this are not reported
 _MAX_PAUSE_S = 30.0  # longest pause between two reports
+_DESCRIBED: set[object] = set()
+_DESCRIBING = threading.Lock()
 _WAITS: dict[object, tuple[Callable[[], str], float]] = {}  # those of this process: what for, and since when
 
 
 def elapsed_s() -> float:
     """Return a time that no setting of the clock changes, and that goes on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
+
+
+def described(kind: type[T]) -> type[T]:
+    """Return ``kind`` once msgspec has described it. Every type that msgspec is to decode goes through here.
+
+    It describes a class when it first needs it, and lets other threads use what it has described by then, so that two
+    threads that needed one class at once ended the process (a segmentation fault).
+    """
+    if kind not in _DESCRIBED:
+        with _DESCRIBING:
+            msgspec.json.Decoder(kind)
+            _DESCRIBED.add(kind)
+    return kind
 
 
 def in_thread(function: Callable[[], T], name: str, *, daemon: bool = True) -> Future[T]:

@@ -26,6 +26,7 @@ from diloco.checkpoint.tensors import Lazy, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
+from diloco.waiting import described
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ def parse_manifest(raw: bytes, path: object) -> Manifest:
     if raw != _sealed({name: value for name, value in members.items() if name != "digest"}):
         raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
     try:
-        manifest = msgspec.convert(members, Manifest)
+        manifest = msgspec.convert(members, described(Manifest))
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
     for part, files in manifest.parts.items():

@@ -26,7 +26,7 @@ from diloco.checkpoint.tensors import shards_of, tensor_chunks
 from diloco.errors import CheckpointError
 from diloco.state_tree import flatten
 from diloco.transport import ReplicaGroup
-from diloco.waiting import in_thread
+from diloco.waiting import described, in_thread
 
 
 class CheckpointWriter:
@@ -150,7 +150,7 @@ class CheckpointWriter:
                 facts = written.result()
             files: dict[str, dict[str, FileFacts]] = {}
             for row in group.gather_texts(msgspec.json.encode(facts).decode()):
-                for part, entries in msgspec.json.decode(row, type=dict[str, dict[str, FileFacts]]).items():
+                for part, entries in msgspec.json.decode(row, type=described(dict[str, dict[str, FileFacts]])).items():
                     files.setdefault(part, {}).update(entries)
             versions = {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
             manifest = Manifest(step=int(place.name[5:]), serial=serial, versions=versions, about=about, parts=files)

@@ -23,6 +23,7 @@ from tyro.conf import Positional
 
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
+from diloco.waiting import described
 
 Values = dict[str, Any]
 T = TypeVar("T")
@@ -284,7 +285,7 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
     try:
         if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
             raise msgspec.ValidationError("expected a value that is not empty")
-        return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
+        return freeze(msgspec.convert(value, described(key.annotation), strict=is_text or not typed, dec_hook=_decode))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second for bytes that are no text
         if new := _NAMES["values"].get(f"{key.name}={value}"):
             raise OldKeyError(f"{what}; it is now {new}.") from None

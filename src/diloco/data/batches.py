@@ -25,6 +25,7 @@ from diloco.data.chat import PackedRows
 from diloco.data.tokens import PackedTokens
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from diloco.units import diff
+from diloco.waiting import described
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ def as_message(value: object) -> Any:
 def read_message(message: object, kind: type[T]) -> T:
     """Return the value that a message of a peer or a file describes; raise `ConfigurationError` if it is malformed."""
     try:
-        return msgspec.convert(message, kind)
+        return msgspec.convert(message, described(kind))
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"The data's order can't be read: {error}.") from error
 

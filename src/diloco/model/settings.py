@@ -23,6 +23,7 @@ from tyro.conf import arg
 from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own
+from diloco.waiting import described
 
 Kind = TypeVar("Kind")
 
@@ -203,7 +204,7 @@ def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.
         if name not in names:
             raise ConfigurationError(f"{table}.{name} is not a setting of this model; {nearest(name, names)}")
     try:
-        return msgspec.convert(dict(values), kind)
+        return msgspec.convert(dict(values), described(kind))
     except msgspec.ValidationError as error:
         said = str(error)
         raise ConfigurationError(said if said.startswith("model.") else f"{table}: {said}.") from error

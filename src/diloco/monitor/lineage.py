@@ -19,6 +19,7 @@ from diloco import events
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_private, read_regular, replace_private
 from diloco.units import columns
+from diloco.waiting import described
 
 LINEAGE_FILE, _KEY_FILE = "lineage.jsonl", "lineage.key"
 _SHARED = ("view", "contributors", "total_weight", "digest")  # the same for all replicas of a round
@@ -111,10 +112,10 @@ def read_lineage(path: Path) -> tuple[str, int, list[dict[str, Any]]]:
             if entry["previous"] != previous:
                 raise ValueError("what came before it was changed")
             if "started_at" in entry:
-                begins.append(msgspec.convert(entry["started_at"], int))
+                begins.append(msgspec.convert(entry["started_at"], described(int)))
                 rounds = [each for each in rounds if each["step"] <= begins[-1]]
             else:
-                msgspec.convert(entry, _Round)
+                msgspec.convert(entry, described(_Round))
                 rounds.append(entry)
         except (InvalidSignature, ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
             why = str(error) or "its signature is wrong"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
+from diloco.waiting import described
 
 PROTOCOL_VERSION = 19
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
@@ -41,8 +42,12 @@ class WireMessage(Struct, tag_field="kind", tag=str.lower, forbid_unknown_fields
                 setattr(self, name, visible(text, _MOST_WORDS))
 
 
-_decoder_of = lru_cache(msgspec.msgpack.Decoder)
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+@cache
+def _decoder_of(expected: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(described(expected))
 
 
 def encode(message: object) -> bytes:

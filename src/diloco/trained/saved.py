@@ -41,6 +41,7 @@ from diloco.model import (
 )
 from diloco.plugins import confirm, same_code
 from diloco.private_files import read_regular
+from diloco.waiting import described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -207,7 +208,7 @@ class _Origin(msgspec.Struct):
 
 def _origin(folder: Path) -> _Origin:
     try:
-        return msgspec.json.decode(read_regular(folder / ORIGIN_FILE), type=_Origin)
+        return msgspec.json.decode(read_regular(folder / ORIGIN_FILE), type=described(_Origin))
     except FileNotFoundError:
         return _Origin()
     except (OSError, msgspec.MsgspecError) as error:

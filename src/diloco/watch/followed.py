@@ -16,6 +16,7 @@ import msgspec
 from diloco.errors import ConfigurationError
 from diloco.events import SCHEMA_VERSION, TELEMETRY, Event
 from diloco.transport import PeerReport, Status, absences
+from diloco.waiting import described
 from diloco.watch.history import Record, RunHistory, Seen
 
 _METRICS, _CONFIG = "metrics.jsonl", "config.toml"
@@ -47,9 +48,9 @@ def parse(line: bytes) -> Record | None:
     (True, True)
     """
     try:
-        head = msgspec.json.decode(line, type=_Head)
+        head = msgspec.json.decode(line, type=described(_Head))
         kind = _KINDS.get(head.event, Event)  # an unknown event has only its step
-        event = msgspec.json.decode(line, type=kind, strict=False)  # not strict, since a number may be "NaN"
+        event = msgspec.json.decode(line, type=described(kind), strict=False)  # not strict, since a number may be "NaN"
     except (ValueError, RecursionError):
         return None
     values: dict[str, Any] = vars(event)

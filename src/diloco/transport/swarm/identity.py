@@ -22,6 +22,7 @@ from diloco.membership import MOST_RANK
 from diloco.private_files import make_private_folder, read_private, replace_private
 from diloco.transport.secret import check_secret, derive_key
 from diloco.transport.swarm.engine import load_engine
+from diloco.waiting import described
 
 MAX_RECORD_BYTES = 8192
 _MAX_ADDRESSES = 16
@@ -109,10 +110,10 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError("it is too large")
         try:
-            content, proof = msgspec.json.decode(data, type=tuple[str, str])
+            content, proof = msgspec.json.decode(data, type=described(tuple[str, str]))
             if not hmac.compare_digest(proof.encode(), admission.sign(subkey, content.encode()).hex().encode()):
                 raise ValueError("its author does not know the secret")
-            stored = msgspec.json.decode(content, type=cls)
+            stored = msgspec.json.decode(content, type=described(cls))
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         return replace(stored, peer_id=owner_of(subkey))
