@@ -4,6 +4,8 @@ VENV ?= .venv
 # a third of the tests' time is spent waiting for other processes, so 3 test processes suit a machine with 2 cores
 TESTERS ?= 3
 PYTHONS ?= 3.12 3.13
+# without restarts, as pytest-xdist then waits for ever: it gives the new process files whose tests have all run
+RESTARTS := --max-worker-restart 0
 # tests start many processes, each of which would recompile the package without cached bytecode
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
@@ -35,7 +37,7 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 	$(BIN)/diloco train $(ARGS)
 
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(RESTARTS) $(ARGS)
 
 coverage: $(STAMP) ## run the tests, and fail if they cover less of the package than pyproject.toml asks for (before a release; takes half as long again)
 	$(MAKE) test ARGS="--cov --cov-report= $(ARGS)"
