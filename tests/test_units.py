@@ -2,12 +2,14 @@
 
 import logging
 import math
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
-from diloco.waiting import report_wait, waiting_for
+from diloco.waiting import report_wait, say, waiting_for
 
 EDGES = {
     format_bytes: {999.4: "999 B", 999.6: "1.0 kB", 99_949: "99.9 kB", 99_950: "100 kB", 1e19: "10000 PB"},
@@ -51,3 +53,12 @@ def test_reports_end_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch
         assert reported.wait(10)
     assert not any(thread.name == "diloco-waiting" for thread in threading.enumerate())
     assert caplog.records[0].levelno == logging.WARNING, "what a program that has not configured logging prints"
+
+
+def test_a_message_is_written_at_once_also_while_another_thread_imports_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report ended the wait, such as that of an export, with an error; the lines of two threads could mix."""
+    written: list[str] = []
+    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    say("one")
+    assert [*filter(None, written)] == ["diloco: one\n"]

@@ -107,9 +107,9 @@ def say(words: str, level: str = "info", **fields: Any) -> None:
     if _ToStderr.as_json:
         time_utc = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = json.dumps({"time": time_utc, "level": level, "message": words, **fields})
-    bars = sys.modules.get("tqdm")  # tqdm.write prints a line above a download's progress bars
-    write = bars.tqdm.write if bars else print
-    write(line, file=sys.stderr)
+    # tqdm.write prints a line above a download's progress bars; another thread may be importing it just now
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    (bars.write if bars else print)(f"{line}\n", file=sys.stderr, end="")  # in one piece, as other threads print too
     sys.stderr.flush()
 
 
