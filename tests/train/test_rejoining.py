@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from diloco.transport import (
     SwarmPlace,
     TcpStreams,
 )
+from diloco.waiting import in_thread
 from tests.train.source_runs import session_of
 from tests.transport.nowhere import answering, free_address
 from tests.transport.relays import frame, stranger_at
@@ -126,6 +128,21 @@ def test_who_is_in_a_view_that_too_few_came_to_is_told_and_still_a_minority(meet
     for _ in range(2):  # also when it searches once more
         with pytest.raises(RendezvousError, match="has searched for the others for"):
             last.rejoin(1.5)
+
+
+def test_who_waits_in_a_view_that_is_lost_too_goes_on_at_once(meet: Meet) -> None:
+    """It waited out its time, as a loss changes no view."""
+    fleets = meet(3)
+    with all_lost(fleets):
+        assert at_once([lambda each=each: each.rejoin(LIMIT_S) for each in fleets]) == [None] * 3
+    fleet = next(each for each in fleets if not each.joining)
+    failures = itertools.chain([None], itertools.repeat(TransportError("lost")))  # after it has begun to wait
+    with mock.patch.object(
+        PeerTransport, "failure", new_callable=mock.PropertyMock, side_effect=lambda: next(failures)
+    ):
+        gathered = in_thread(lambda: fleet.gather(LIMIT_S), "gather")
+        with pytest.raises(RendezvousError, match=r"^Too few of 3 replicas rejoined"):
+            gathered.result(LIMIT_S / 4)
 
 
 @pytest.mark.parametrize("frozen", [0, 2])

@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -339,8 +340,10 @@ class Fleet:
             return
         last = self._lost_view
         assert last is not None, "the others were lost"
+        until_s = time.monotonic() + timeout_s
         with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
-            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.transport.failure, timeout_s)
+            while not (self._enough(self.transport.view) or self.transport.failure) and time.monotonic() < until_s:
+                self._changed.wait(0.2)  # a failure notifies nobody
         if not self._enough(self.transport.view):
             names = self.transport.names()
             missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
