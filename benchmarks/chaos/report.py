@@ -55,7 +55,7 @@ def judge(folder: Path, planned: int, undisturbed: Sequence[float]) -> dict[str,
     longest_s, still = checks.stalled(logs, limits_s, settings.recovery_limit_s)
     # any peer may evaluate, also the one that was frozen at the end
     final = [record for log in logs for record in log.of("Evaluated") if record["final"]]
-    losses = [record["heldout_loss"] for record in final if record["step"] == settings.steps]
+    losses = [float(record["heldout_loss"]) for record in final if record["step"] == settings.steps]
     back = [seconds for log in logs for _, seconds in checks.recoveries(log, settings.recovery_limit_s)[0]]
     put_out = checks.evicted(logs, settings.recovery_limit_s, settings.silence_s)
     flaps = [(each["time_s"], each["time_s"] + each["seconds"]) for each in happened if each["kind"] == "flap"]

@@ -87,7 +87,7 @@ def shard_replicas(folder: Path) -> dict[str, Any]:
     for name, size, seed in (("2 x 1", 1, 0), ("2 x 2", 2, 0), ("2 x 1, another seed", 1, 1)):
         more = ("--replica-size", str(size), "--seed", str(seed))
         summaries = Torchrun(folder / f"{size}-{seed}", 2 * size, *more).summaries()
-        losses[name] = next(each["heldout_loss"] for each in summaries if each["heldout_loss"] is not None)
+        losses[name] = next(float(each["heldout_loss"]) for each in summaries if each["heldout_loss"] is not None)
         if len({each["global_params_digest"] for each in summaries}) > 1:
             raise SystemExit(f"The replicas of {name} end with different digests.")
     one, two, _ = losses.values()

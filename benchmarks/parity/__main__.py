@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table, write_below
+from benchmarks.parity.losses import gap, heldout_loss, in_words
 from diloco.config import parse_arguments, plan_run
 
 HERE = Path(__file__).parent
@@ -201,18 +202,19 @@ def tables(results: Sequence[Row], seeds: int) -> str:
     by_name: dict[str, dict[int, Row]] = {}
     for row in results:
         by_name.setdefault(row["variant"], {})[row["seed"]] = row
-    base = {seed: row["heldout_loss"] for seed, row in by_name["data-parallel"].items()}
+    base = {seed: heldout_loss(row) for seed, row in by_name["data-parallel"].items()}
     head = ["run", "held-out loss, mean", "largest - smallest", "relative to data-parallel, per seed"]
     head += ["sent after the start", "minutes"]
     lines = [f"## {seeds} seeds", "", table(head, (main_row(variant, by_name[variant.name], base) for variant in MAIN))]
     for settings in (v.name.removeprefix("data-parallel, ") for v in MAIN if v.name.startswith("data-parallel, ")):
-        rival = {seed: row["heldout_loss"] for seed, row in by_name[f"data-parallel, {settings}"].items()}
+        rival = {seed: heldout_loss(row) for seed, row in by_name[f"data-parallel, {settings}"].items()}
         own = by_name[f"Streaming fp4, {settings}"]
-        gaps = [f"{gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
+        gaps = [f"{gap(heldout_loss(own[seed]) / rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
         lines += ["", f"Streaming fp4 relative to data-parallel, both with {settings}: {', '.join(gaps)}."]
     for heading, variants in (("Ablations", ABLATIONS), ("Learning rates, Muon and topk2", TUNING)):
-        rows = [(variant.name, by_name[variant.name][0]) for variant in variants if variant.name in by_name]
-        cells = [[name, f"{row['heldout_loss']:.4f}", gap(row, base[0]), sent(row)] for name, row in rows]
+        rows = [by_name[variant.name][0] for variant in variants if variant.name in by_name]
+        pairs = zip(rows, map(heldout_loss, rows), strict=True)
+        cells = [[row["variant"], in_words(loss), gap(loss / base[0]), sent(row)] for row, loss in pairs]
         head = ["run", "held-out loss", "relative to data-parallel", "sent after the start"]
         lines += ["", f"## {heading}, seed 0", "", table(head, cells)]
     lines += ["", "## Commands", "", f"`diloco train {COMMON} --seed SEED`, followed by:", ""]
@@ -226,15 +228,11 @@ def sent(row: Row) -> str:
 
 
 def main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) -> list[str]:
-    losses = [rows[seed]["heldout_loss"] for seed in sorted(rows)]
-    gaps = " / ".join(gap(rows[seed], base[seed]) for seed in sorted(rows))
+    losses = [heldout_loss(rows[seed]) for seed in sorted(rows)]
+    gaps = " / ".join(gap(loss / base[seed]) for seed, loss in zip(sorted(rows), losses, strict=True))
     minutes = statistics.mean(row["wall_s"] for row in rows.values()) / 60
     middle, spread = statistics.mean(losses), max(losses) - min(losses)
-    return [variant.name, f"{middle:.4f}", f"{spread:.4f}", gaps, sent(rows[min(rows)]), f"{minutes:.1f}"]
-
-
-def gap(row: Row, base: float) -> str:
-    return f"{100 * (row['heldout_loss'] / base - 1):+.2f} %"
+    return [variant.name, in_words(middle), in_words(spread), gaps, sent(rows[min(rows)]), f"{minutes:.1f}"]
 
 
 if __name__ == "__main__":

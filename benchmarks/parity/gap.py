@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from benchmarks.parity.losses import heldout_loss
 from benchmarks.parity.stacked import settings as without_results
 
 HERE = Path(__file__).parent
@@ -40,13 +41,13 @@ def runs() -> Iterator[tuple[Key, str, int, float]]:
             if settings.keys() <= PLAIN:
                 data_parallel = settings.pop("algorithm", "") == "data-parallel"
                 seed, optimizer = settings.pop("seed", 0), settings.get("optimizer", "Muon")
-                yield (133_568, optimizer, data_parallel), f"{name} {settings}", seed, row["heldout_loss"]
+                yield (133_568, optimizer, data_parallel), f"{name} {settings}", seed, heldout_loss(row)
     for row in read("studies.jsonl"):
         settings = row["settings"] | row["varied"]
         if settings["train.steps"] in STEPS:
             optimizer = "Muon" if settings["preset"] == "tiny-muon" else "AdamW"
             key = STEPS[settings["train.steps"]], optimizer, settings.get("algorithm") == "data-parallel"
-            yield key, str(settings), settings["seed"], row["heldout_loss"]
+            yield key, str(settings), settings["seed"], heldout_loss(row)
 
 
 def read(name: str) -> list[dict[str, Any]]:

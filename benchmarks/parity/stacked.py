@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.markdown import table
+from benchmarks.parity.losses import gap, heldout_loss, in_words
 from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run
 from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, newton_schulz, partition
 from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
@@ -414,11 +415,11 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         shown = {name: value for name, value in json.loads(key).items() if value != ""}
         inner = {name: value for name, value in shown.items() if name not in OUTER}
         rivals = groups.get(json.dumps({**inner, "algorithm": "data-parallel", "seed": ""}, sort_keys=True), {})
-        losses = {seed: row["heldout_loss"] for seed, row in sorted(runs.items())}
-        gaps = [100 * (losses[seed] / rivals[seed]["heldout_loss"] - 1) for seed in losses if seed in rivals]
-        means = [100 * (row["means"][1] / row["heldout_loss"] - 1) for row in runs.values() if "means" in row]
-        cells = [", ".join(f"{loss:.4f}" for loss in losses.values()), f"{fmean(losses.values()):.4f}"]
-        cells += [", ".join(f"{gap:+.2f} %" for gap in gaps), f"{fmean(means):+.2f} %" if means else ""]
+        losses = {seed: heldout_loss(row) for seed, row in sorted(runs.items())}
+        gaps = [gap(losses[seed] / heldout_loss(rivals[seed])) for seed in losses if seed in rivals]
+        means = [row["means"][1] / row["heldout_loss"] for row in runs.values() if "means" in row]
+        cells = [", ".join(map(in_words, losses.values())), in_words(fmean(losses.values()))]
+        cells += [", ".join(gaps), gap(fmean(means)) if means else ""]
         yield [", ".join(f"{name} {value}" for name, value in shown.items()), *cells]
 
 

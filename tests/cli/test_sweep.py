@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.parity.__main__ import Variant, main_row
+from benchmarks.parity.stacked import lines
 from diloco.checkpoint import lock_folder
 from diloco.cli import main
 from diloco.config import flatten
@@ -223,3 +225,16 @@ def test_an_error_belongs_to_its_run_and_not_to_another_of_the_same_name(sweeps:
 def test_a_run_that_has_diverged_has_the_highest_loss() -> None:
     rows = [{"varied": {"seed": n}, "error": "", "heldout_loss": loss} for n, loss in enumerate((math.nan, 2.0))]
     assert table([json_ready(row) for row in rows]).splitlines()[-1] == "| nan | 2.0000, nan | 2 |  |"
+
+
+def test_the_tables_of_parity_say_that_a_run_diverged() -> None:
+    rows: list[dict[str, Any]] = [
+        {"heldout_loss": loss, "seed": seed, "wall_s": 60, "sent_bytes_per_replica": 0, "shared_start_steps": 0}
+        for seed, loss in enumerate((2.0, "NaN", 2.0))
+    ]
+    cells = main_row(Variant("int8", ""), dict(enumerate(rows)), {0: 2.0, 1: 1.0, 2: math.inf})
+    assert cells[1:4] == ["diverged", "diverged", "+0.00 % / diverged / the other diverged"]
+    (cells,) = lines(
+        [{"heldout_loss": loss, "means": [loss] * 3, "seed": seed} for seed, loss in ((0, 2.0), (1, math.nan))]
+    )
+    assert cells == ["", "2.0000, diverged", "diverged", "", "diverged"]
