@@ -43,7 +43,8 @@ def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.Cap
     assert [row.split("  ")[0] for row in fragments.splitlines()] == ["fragment", "0", "1 to 6", "7 to 8"]
     assert "H = 125, fp4 (as above)" in others
     assert others.splitlines()[-1].startswith("data-parallel, float32")
-    assert "loss is not predicted" in note
+    assert "H = 125, sign" in others
+    assert "sign needs --error-feedback 1. The loss is not predicted." in note
 
 
 def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_the_table_has_every_h_and_codec_and_its_own_sorted_by_utilisation_and_t
     assert {(row.inner_steps, row.codec) for row in rows} == {
         (inner_steps, codec)
         for inner_steps in (20, 50, 60)  # H = 10 is fewer steps than overlap
-        for codec in ("float32", "bfloat16", "int8", "fp4", "topk2")
+        for codec in ("float32", "bfloat16", "int8", "fp4", "sign", "topk2")
     }
     assert predict(exchange, site(1e7)) in rows
     assert all((row.num_fragments, row.overlap_steps) == (4, 15) for row in rows)

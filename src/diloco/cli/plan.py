@@ -223,7 +223,9 @@ def _report(record: dict[str, Any]) -> str:
         shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     tables = facts_table(facts), columns(heads, _fragment_rows(fragments)), columns(others, rows)
-    return "\n\n".join([*tables, "A smaller H synchronises more often. The loss is not predicted."])
+    return "\n\n".join(
+        [*tables, "A smaller H synchronises more often. sign needs --error-feedback 1. The loss is not predicted."]
+    )
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:

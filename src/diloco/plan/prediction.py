@@ -7,7 +7,7 @@ from diloco.algorithm import make_codec
 from diloco.plan.simulate import IDEAL, Conditions, Exchange, Parcel, Simulated, Site, simulate
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
-CODECS = ("float32", "bfloat16", "int8", "fp4")
+CODECS = ("float32", "bfloat16", "int8", "fp4", "sign")
 
 
 @dataclass(frozen=True, kw_only=True)
