@@ -135,13 +135,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     codec = arguments["codec"]
     if codec.needs_error_feedback and not arguments["error_feedback"]:
         raise ConfigurationError(
-            f"codec={codec.name!r} leaves out most of a pseudo-gradient, which is lost without error feedback, but "
+            f"codec={codec.name!r} leaves out much of a pseudo-gradient, which is lost without error feedback, but "
             f"error_feedback is {arguments['error_feedback']!r}. Use error_feedback=1.0, or another codec."
         )
     mean = arguments["mean_codec"]
     if isinstance(mean, Codec) and mean.needs_error_feedback:
         raise ConfigurationError(
-            f"mean_codec={mean.name!r} leaves out most of what it encodes, and means have no error feedback. Use "
+            f"mean_codec={mean.name!r} leaves out much of what it encodes, and means have no error feedback. Use "
             "another."
         )
     check_coverage(model, fragments)
