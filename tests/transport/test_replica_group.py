@@ -54,8 +54,15 @@ def rank_tells(rank: int, folder: Path) -> None:
     assert [group.any(position >= limit) for limit in (2, 3)] == [True, False]
     assert group.done_by_leader(lambda: said) == numbers[0]
 
+    class OwnError(CheckpointError):
+        """Of a plug-in, with an attribute that only other errors of ours take: its ranks ended with a TypeError."""
+
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+            self.round = "fragment 2"
+
     def fails() -> None:
-        raise CheckpointError("the disk is full")
+        raise OwnError("the disk is full")
 
     def one_fails() -> None:
         with group.all_or_none():

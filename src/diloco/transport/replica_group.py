@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -360,8 +361,10 @@ class LeaderTransport(Transport):
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor", "digest")}
+    # the class of a plug-in's error may be unknown to the other ranks; all derive from `DiLoCoError`, which they know
     known = next(each for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
+    taken = signature(known.__init__).parameters
+    fields = {name: value for name, value in vars(error).items() if name in taken}
     return {"class": known.__name__, "message": str(error), "fields": fields}
 
 
