@@ -189,7 +189,10 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
     ]  # fmt: skip
     for run in runs:
         assert {"seed": 3, **run.varied}.items() <= flatten(run.plan.configuration).items()
-    assert len({run.folder() for run in runs}) == 4
+    folders = {run.folder() for run in runs}
+    assert len(folders) == 4
+    path.write_text(path.read_text().replace("seed = 3", "seed = 4"))
+    assert not folders & {run.folder() for run in read_study(path)}, "runs of other settings share folders"
 
 
 @pytest.mark.parametrize(("text", "words"), [
