@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.markdown import table
 from benchmarks.parity.losses import gap, heldout_loss, in_words
-from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run
+from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run, stacks
 from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, newton_schulz, partition
 from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
 from diloco.model import DecoderSettings, Transformer
@@ -61,6 +61,7 @@ class Stack:
         self.rates = self.by_copy(torch.tensor([[rate(step) for step in range(first.steps)] for rate in rates])).T
         self.ratio, self.momentum = self.column("matrix_lr_ratio"), self.column("momentum")[:, None, None]
         self.cosine, self.sine = rotations(device)
+        self.codec, self.dropped = make_codec(first.codec), torch.zeros((), device=device)
 
     def by_copy(self, values: Tensor) -> Tensor:
         return values.float().repeat_interleave(self.replicas, 0).to(self.device)
@@ -76,6 +77,8 @@ class Stack:
         gradients = torch.autograd.grad(each.sum(), list(self.tensors.values()))
         shared = len(self.runs) if self.step < self.runs[0].start else self.data_parallel
         with torch.no_grad():
+            if self.runs[0].encoded_gradients and self.step >= self.runs[0].start:
+                self.encode(gradients)
             for gradient in gradients if shared else ():
                 mine = gradient[: shared * self.replicas].view(shared, self.replicas, *gradient.shape[1:])
                 mine.copy_(mine.mean(1, keepdim=True).expand_as(mine))
@@ -83,6 +86,14 @@ class Stack:
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
             self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared)
         return each.detach()
+
+    def encode(self, gradients: Sequence[Tensor]) -> None:
+        """Replace the gradients of each replica by what the others decode, and send what was dropped with the next."""
+        sent = flat(gradients) + self.dropped
+        received = decoded(self.codec, sent)
+        self.dropped = self.runs[0].error_feedback * (sent - received)
+        for gradient, part in parts(gradients, received):
+            gradient.copy_(part)
 
     def apply(self, gradients: Tensors, shared: int) -> None:
         run, rate = self.runs[0], self.rates[self.step]
@@ -300,11 +311,11 @@ class Outer:
                 values.copy_(changed * (norms / others))
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
+def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
 
 
-def parts(tensors: list[Tensor], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def parts(tensors: Sequence[Tensor], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor with its part of ``(C, n)`` values, in its shape."""
     pieces = torch.split(values, [tensor[0].numel() for tensor in tensors], 1)
     return ((tensor, piece.view(tensor.shape)) for tensor, piece in zip(tensors, pieces, strict=True))
@@ -423,24 +434,10 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         yield [", ".join(f"{name} {value}" for name, value in shown.items()), *cells]
 
 
-def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
-    """Divide runs into lists of at most ``most`` that can be trained together, data-parallel runs first."""
-    alike: dict[Any, list[Run]] = {}
-    for run in runs:
-        kept = {name: value for name, value in vars(run).items() if name not in NUMBERS}
-        kept["average"] = run.average or "fp4"
-        alike.setdefault(tuple(kept.values()), []).append(run)
-    for some in alike.values():
-        for start in range(0, len(some), most):
-            yield sorted(some[start : start + most], key=lambda run: run.algorithm != "data-parallel")
-
-
 RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
 # of no use to data-parallel runs
 OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "inner_steps", "replicas", "codec"}
-OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum"}
-NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
-NUMBERS |= {"outer_learning_rate", "outer_momentum"}
+OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum", "encoded_gradients"}
 
 
 if __name__ == "__main__":

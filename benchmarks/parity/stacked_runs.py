@@ -1,6 +1,7 @@
 """The runs of `benchmarks.parity.stacked`, by the question that they answer."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class Run:
     overlap_steps: int = 1
     codec: str = "fp4"
     error_feedback: float = 0.0  # the part of what the codec dropped that is sent later
+    encoded_gradients: bool = False  # data-parallel replicas encode their gradients in each step after the start
     senders: bool = False  # a value is averaged over the replicas that sent it
     outer_learning_rate: float = 0.8
     outer_momentum: float = 0.6
@@ -84,6 +86,7 @@ SUM = outer(2.0, 0.0)
 FLATTER = {"singular_power": 0.5}
 ISOTROPIC: Settings = {"isotropic": True}
 SIGN: Settings = {"codec": "sign", "error_feedback": 1.0}
+ENCODED: Settings = DATA_PARALLEL | SIGN | {"encoded_gradients": True}
 OFTEN: Settings = {"inner_steps": 2, "overlap_steps": 0} | SUM
 ONE: Settings = {"replicas": 1}
 EIGHT: Settings = ADAMW | rate(3e-3) | {"replicas": 8}
@@ -177,6 +180,11 @@ GROUPS = {
         *each(ADAMW | rate(3e-3) | outer(1.2, 0.8) | ISOTROPIC | SIGN, seeds=(2,)),
     ],
     "isotropic, Muon": each(ISOTROPIC | outer(1.2, 0.6), ISOTROPIC | rate(4e-3) | outer(1.0, 0.8), seeds=(0,)),
+    "encoded gradients": each(
+        *(ENCODED | batch(number) | rate(r) for number in (16, 32) for r in (8e-3, 1.6e-2)),
+        ENCODED | {"codec": "topk2"} | rate(1.6e-2),
+        seeds=(0,),
+    ),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(
         *(EIGHT | {"inner_steps": h} | way for h in (5, 15) for way in (outer(0.7, 0.8), outer(1.0, 0.0), SPARSE)),
@@ -185,3 +193,19 @@ GROUPS = {
     "half a bit, seeds": each(EIGHT | {"inner_steps": 5} | outer(0.7, 0.8), EIGHT | {"inner_steps": 5} | SPARSE),
     "constant rate": each(*(way | {"final_ratio": 1.0} for way in WAYS)),
 }
+
+
+def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
+    """Divide runs into lists of at most ``most`` that can be trained together, data-parallel runs first."""
+    alike: dict[Any, list[Run]] = {}
+    for run in runs:
+        kept = {name: value for name, value in vars(run).items() if name not in NUMBERS}
+        kept["average"] = run.average or "fp4"
+        alike.setdefault(tuple(kept.values()), []).append(run)
+    for some in alike.values():
+        for start in range(0, len(some), most):
+            yield sorted(some[start : start + most], key=lambda run: run.algorithm != "data-parallel")
+
+
+NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
+NUMBERS |= {"outer_learning_rate", "outer_momentum"}
