@@ -96,6 +96,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.codec": "int9"}, "no codec 'int9'; did you mean 'int8'"),
     ({"sync.arguments.average.codec": 3}, "There is no codec 3; use one of"),
     ({"sync.codec": "sign"}, "leaves out the magnitudes, which are lost .* Add --error-feedback 1, for"),
+    ({"sync.arguments.average.codec": "topk2"}, "leaves out much .* means have no error feedback. Use another"),
     ({"sync.codec": "topk2"}, "leaves out 98 % .* Add --error-feedback 0.95"),
     ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
     (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "torch --train.parallelism ddp"),

@@ -175,6 +175,11 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     AVERAGES.check(sync.average)
     if sync.mean_codec != "auto":
         CODECS.check(sync.mean_codec)
+    _refuse_if(
+        sync.mean_codec in _LEFT_OUT,
+        f"sync.arguments.average.codec={sync.mean_codec!r} leaves out much of what it encodes, and means have no error "
+        "feedback. Use another, such as int8 or fp4.",
+    )
     if (rate := sync.outer_learning_rate) is None:
         rate = 0.4 if settings.algorithm == "streaming" else 0.7
     if (evaluate := evaluation.every_steps) is None:
