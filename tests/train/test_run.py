@@ -215,7 +215,9 @@ def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_pat
 
 def test_what_the_outer_loop_refuses_is_refused_before_a_shared_start(data: Path, tmp_path: Path) -> None:
     """Regression: after its last step, when nothing was saved."""
-    arguments, listener = "--codec topk2 --error-feedback 1 --sync.arguments.average.codec topk2", Listener()
+    own = tmp_path / "own.py"
+    own.write_text("from diloco.algorithm import Int8\n\nclass Coarse(Int8):\n    needs_error_feedback = True\n")
+    arguments, listener = f"--sync.arguments.average.codec {own}:Coarse", Listener()
     with pytest.raises(ConfigurationError, match="means have no error feedback"):
         train(data, tmp_path / "run", f"{arguments} --data-parallel-steps 2", sink=listener)
     assert not listener.events
