@@ -13,6 +13,7 @@ from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import HuggingFaceModel, ModelSettings, build_language_model
 from diloco.train import prepare_blocks
+from diloco.transport import ReplicaGroup
 from tests.huggingface import ARCHITECTURES, GROUPED, NO_SPECIAL, WIDTHS, config_of, write_config
 
 PAD = 7
@@ -152,7 +153,9 @@ def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None
     for name, value in stored.state_dict().items():
         assert torch.equal(model.wrapped.state_dict()[name], value.float())
     assert not torch.equal(fresh.wrapped.lm_head.weight, model.wrapped.lm_head.weight)
-    assert torch.equal(fresh.wrapped.lm_head.weight, built(tmp_path, weights="fresh").wrapped.lm_head.weight)
+    filled = built(tmp_path, device="meta", weights="fresh")
+    filled.fill(torch.device("cpu"), seed=0, group=ReplicaGroup())  # as each rank of a sharded replica fills its own
+    assert torch.equal(fresh.wrapped.lm_head.weight, filled.wrapped.lm_head.weight)
     with pytest.raises(ConfigurationError, match=r"(?s)LlamaConfig can't be used: .*mismatch"):
         built(tmp_path, vocab_size=300)
     with pytest.raises(ConfigurationError, match=r"lack model\.layers\.3.*weights fresh"):
