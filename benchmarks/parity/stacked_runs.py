@@ -181,8 +181,16 @@ GROUPS = {
     ],
     "isotropic, Muon": each(ISOTROPIC | outer(1.2, 0.6), ISOTROPIC | rate(4e-3) | outer(1.0, 0.8), seeds=(0,)),
     "encoded gradients": each(
-        *(ENCODED | batch(number) | rate(r) for number in (16, 32) for r in (8e-3, 1.6e-2)),
-        ENCODED | {"codec": "topk2"} | rate(1.6e-2),
+        *(ENCODED | batch(number) | rate(r) for number in (16, 32) for r in (8e-3, 1.6e-2, 2.26e-2)),
+        ENCODED | batch(64) | rate(1.6e-2),
+        *(ENCODED | {"codec": "topk2"} | rate(r) for r in (5.6e-3, 8e-3, 1.6e-2, 2.26e-2)),
+        ENCODED | {"codec": "topk2"} | batch(32) | rate(1.6e-2),
+        ENCODED | {"codec": "topk2", "error_feedback": 0.95} | rate(1.6e-2),
+        seeds=(0,),
+    ),
+    "size, quick start": each(
+        QUICK_START | {"model": "6M"},
+        *(QUICK_START | {"model": "6M"} | DATA_PARALLEL | rate(r) for r in (8e-3, 1.6e-2)),
         seeds=(0,),
     ),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
