@@ -203,6 +203,11 @@ GROUPS = {
 }
 
 
+# settings in which runs of one stack may differ
+NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
+NUMBERS |= {"outer_learning_rate", "outer_momentum"}
+
+
 def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
     """Divide runs into lists of at most ``most`` that can be trained together, data-parallel runs first."""
     alike: dict[Any, list[Run]] = {}
@@ -213,7 +218,3 @@ def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
     for some in alike.values():
         for start in range(0, len(some), most):
             yield sorted(some[start : start + most], key=lambda run: run.algorithm != "data-parallel")
-
-
-NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
-NUMBERS |= {"outer_learning_rate", "outer_momentum"}
