@@ -19,6 +19,7 @@ from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, load, open_group, save, unequal
 
 OPEN = open
+ODD = Path(__file__).parents[1] / "odd_optimizer.py"
 AFTER = 8
 """Steps after the checkpoint, in which the rounds in flight and one more round of each fragment are merged."""
 
@@ -31,9 +32,9 @@ def goes_on(rank: Rank) -> tuple[Any, ...]:
     return trained, diloco.steps, diloco.rounds_committed, diloco.rounds_void
 
 
-def rank_stops_and_goes_on(position: int, folder: Path, group: ReplicaGroup) -> dict[str, Tensor]:
+def rank_stops_and_goes_on(position: int, folder: Path, group: ReplicaGroup, optimizer: str) -> dict[str, Tensor]:
     """Return the values that were saved."""
-    setup = Setup(strategy="fsdp", size=2, optimizer="Muon", codec="fp4", error_feedback=True)
+    setup = Setup(strategy="fsdp", size=2, optimizer=optimizer, codec="fp4", error_feedback=True)
     rank = Rank(setup, group)
     rank.train(STEPS)
     saved, rest = rank.values(), copy.deepcopy(rank.state.rest())
@@ -108,7 +109,8 @@ def rank_writes_while_it_trains(position: int, folder: Path, group: ReplicaGroup
 
 def rank_of_two(position: int, top: Path) -> dict[str, Tensor]:
     group = open_group(Setup(strategy="fsdp", size=2), position, top)
-    saved = rank_stops_and_goes_on(position, top / "saved", group)
+    saved = rank_stops_and_goes_on(position, top / "saved", group, "Muon")
+    rank_stops_and_goes_on(position, top / "odd", group, f"{ODD}:OddAdam")
     rank_fails_to_save(position, top / "failed", group)
     rank_writes_while_it_trains(position, top / "slow", group)
     group.close()
@@ -116,7 +118,8 @@ def rank_of_two(position: int, top: Path) -> dict[str, Tensor]:
 
 
 def test_stopping_is_never_stopping_and_all_ranks_save_or_none_and_train_until_all_have_written(tmp_path: Path) -> None:
-    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon and AdamW in use."""
+    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon, AdamW and one
+    with a state of other types in use."""
     with Processes() as processes:
         processes.start(2, rank_of_two, tmp_path)
         check_saved(tmp_path / "saved", processes.results(timeout_s=300)[0])

@@ -93,7 +93,7 @@ class Rank:
         values = self.state.values() | {f"global/{name}": v for name, v in self.state.global_params().items()}
         values |= {f"outer/{name}": value for name, value in self.state.outer_state().items()}
         for parameter, slots in self.inner.optimizer.state.items():
-            shaped = {slot: value for slot, value in slots.items() if value.dim() > 0}
+            shaped = {slot: value for slot, value in slots.items() if isinstance(value, Tensor) and value.dim() > 0}
             values |= {f"inner/{slot}/{self.state.names[id(parameter)]}": value for slot, value in shaped.items()}
         return {name: whole(value).clone() for name, value in values.items()}
 

@@ -93,6 +93,30 @@ def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(
         assert summary[key] == whole[key], key
 
 
+ODD = f"{Path(__file__).parents[1] / 'odd_optimizer.py'}:OddAdam"
+
+
+@pytest.mark.parametrize("shared_start", [0, 5])
+def test_moments_of_another_type_than_the_parameters_stay_so(shared_start: int, data: Path, tmp_path: Path) -> None:
+    """Resumed, moved to a transport with a process each, and where a shared start ends, the bits are the same."""
+    arguments = f"--optimizer.name {ODD} --data-parallel-steps {shared_start}"
+    whole = train(data, tmp_path / "whole", arguments)
+    out = tmp_path / "stopped"
+    for stop in (3, 8, 12):
+        again = f" --resume {out}" if out.exists() else ""
+        stopped = train(data, out, f"{arguments} --stop-after {stop}{again}")
+    with Processes() as processes:
+        line = f"{SMALL} {data} {arguments} --out {tmp_path / 'tcp'} --transport tcp"
+        processes.start(2, rank, "tcp", line, free_port())
+        assert set(processes.results(timeout_s=300).values()) == {0}
+    over_tcp = json.loads((tmp_path / "tcp" / "summary.json").read_text())
+    digests = {each["global_params_digest"] for each in (whole, stopped, over_tcp)}
+    assert len(digests) == 1
+    for folder in ("whole", "stopped"):
+        own = open_checkpoint(tmp_path / folder).load("replica-1-own-0")["state"]["inner"]["slots"]
+        assert {each.dtype for slots in own.values() for each in slots["moments"]} == {torch.bfloat16}
+
+
 def test_replicas_use_one_model_and_optimizer_while_they_average_gradients(data: Path) -> None:
     session, numbers = session_of(data, "--data-parallel-steps 2"), []
     for _ in range(3):

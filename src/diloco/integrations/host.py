@@ -27,6 +27,7 @@ from diloco.algorithm import (
     content_of,
     digest_tensors,
     holding,
+    load_optimizer_state,
     local_shard,
     named_parameters,
     reshard,
@@ -393,7 +394,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool, inner: Op
     state = opened.load("state")
     restore(diloco, state)
     if inner is not None and "inner" in state:
-        inner.load_state_dict(state["inner"])
+        load_optimizer_state(inner, state["inner"])
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:

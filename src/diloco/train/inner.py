@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm import ValueSchedule, local_shard, muon, trainable_parameters
+from diloco.algorithm import (
+    ValueSchedule,
+    load_optimizer_state,
+    local_shard,
+    muon,
+    slots_on_host,
+    trainable_parameters,
+)
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
@@ -189,11 +196,13 @@ class InnerLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer and the gradient scaler."""
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
+        return {"optimizer": optimizer, "on_host": slots_on_host(self.optimizer), "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of what `state_dict` returned."""
-        self.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))  # the optimizer would share the tensors
+        copied = copy.deepcopy(dict(state["optimizer"]))  # the optimizer would share the tensors
+        load_optimizer_state(self.optimizer, copied, on_host=state["on_host"])
         self.scaler.load_state_dict(dict(state["scaler"]))
 
 

@@ -7,14 +7,14 @@ between one process for all replicas and one for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from diloco.algorithm import local_shard, named_parameters
+from diloco.algorithm import load_optimizer_state, local_shard, named_parameters
 from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, run_folder
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
@@ -66,13 +66,14 @@ class ReplicaState:
         """Return all other state of this rank; what is shaped as a parameter is this rank's shard."""
         saved, diloco = self.inner.state_dict(), None
         slots = {
-            self.names[id(parameter)]: {n: local_shard(v) if isinstance(v, Tensor) else v for n, v in slots.items()}
+            self.names[id(parameter)]: {slot: _with_tensors(value, local_shard) for slot, value in slots.items()}
             for parameter, slots in self.inner.optimizer.state.items()
         }
         if self.diloco is not None:
             diloco = self.diloco.state_dict()
             diloco["fragments"] = [{k: v for k, v in f.items() if k not in _AGREED} for f in diloco["fragments"]]
-        inner = {"groups": saved["optimizer"]["param_groups"], "slots": slots, "scaler": saved["scaler"]}
+        groups, on_host = saved["optimizer"]["param_groups"], saved["on_host"]
+        inner = {"groups": groups, "slots": slots, "on_host": on_host, "scaler": saved["scaler"]}
         return {"inner": inner, "diloco": diloco}
 
     def load(self, checkpoint: Checkpoint, part: str, rest: Mapping[str, Any]) -> None:
@@ -101,7 +102,8 @@ class ReplicaState:
             index[name]: {slot: self._slot(value, name) for slot, value in slots.items()}
             for name, slots in inner["slots"].items()
         }
-        optimizer.load_state_dict({"state": state, "param_groups": inner["groups"]})
+        loaded = {"state": state, "param_groups": inner["groups"]}
+        load_optimizer_state(optimizer, loaded, on_host=inner["on_host"])
         self.inner.scaler.load_state_dict(dict(inner["scaler"]))
         if self.diloco is not None:
             now, saved = self.diloco.state_dict()["fragments"], rest["diloco"]
@@ -115,9 +117,13 @@ class ReplicaState:
     def _slot(self, value: Any, name: str) -> Any:
         """Return a value in the state of the optimizer for a parameter."""
         parameter = self.parameters[name]
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local_shard(parameter).shape:
-            return value
-        return self._whole(value.to(parameter.device), name)
+
+        def laid_out(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape != local_shard(parameter).shape:
+                return tensor
+            return self._whole(tensor.to(parameter.device), name)
+
+        return _with_tensors(value, laid_out)
 
     def _laid_out(self, shards: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
         """Return this rank's shards of parameters with longer names, as DTensors if the parameters are."""
@@ -133,6 +139,17 @@ class ReplicaState:
         mesh = self.inner.parallel.group.mesh(local.device)
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value in the state of an optimizer with all of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _with_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(item, change) for item in value)
+    return value
 
 
 def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int, *, copies: bool = True) -> None:
