@@ -121,14 +121,52 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "odd.*expanded.* Train ": lambda: holding(nn.Parameter(torch.ones(1).expand(4))),
     "odd.*has no shape yet.* Run ": lambda: holding(nn.UninitializedParameter()),
     "odd.*meta.* Load ": lambda: holding(nn.Parameter(torch.ones(3, device="meta"))),
-    "'weight' and 'twin' are two objects on the same memory": lambda: with_twin(nn.Parameter),
-    "'weight' and 'twin' share memory": lambda: with_twin(torch.detach),
+    "odd.*repeats its own memory.* Train ": lambda: holding(nn.Parameter(torch.arange(5.0).as_strided((3, 3), (1, 1)))),
+}
+BASE = torch.arange(24.0)
+# how a second tensor may lie on the memory of a 4 x 4 matrix at its values 4 to 19
+SHARED: dict[str, Callable[[], Tensor]] = {
+    "all of it": lambda: BASE[4:20].view(4, 4),
+    "its end and more": lambda: BASE[19:],
+    "its beginning and less": lambda: BASE[:5],
+    "its transpose": lambda: BASE[4:20].view(4, 4).t(),
+    "one row": lambda: BASE[8:12],
+    "one column": lambda: BASE[4:20].view(4, 4)[:, 3],
+    "a value in each row, from before it": lambda: BASE[::4],
+    "the bytes of one value, as bfloat16": lambda: BASE[10:11].view(torch.bfloat16)[1:],
+    "the last value": lambda: BASE[19],
 }
 
 
-def with_twin(kind: Callable[[Tensor], Tensor]) -> nn.Module:
-    model = linear()
-    return holding(kind(model.get_parameter("weight").detach()), "twin", model)
+def with_another(other: Tensor) -> nn.Module:
+    """Return a model with the matrix ``weight`` and ``other``, a parameter or a buffer."""
+    return holding(other, "other", holding(nn.Parameter(BASE[4:20].view(4, 4)), "weight", nn.Module()))
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "buffer"])
+@pytest.mark.parametrize("place", SHARED)
+def test_a_parameter_that_shares_memory_is_refused_with_both_names(place: str, kind: str) -> None:
+    other = {"trained": nn.Parameter, "frozen": frozen, "buffer": torch.detach}[kind](SHARED[place]())
+    with pytest.raises(
+        ConfigurationError, match=r"'(weight|other)' and '(weight|other)' (are two objects that )?share"
+    ):
+        pair(lambda: with_another(other))
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+@pytest.mark.parametrize("start", [0, 3, 20])
+def test_views_of_one_memory_that_have_no_value_in_common_are_fine(start: int) -> None:
+    """Neighbours, and every fourth value of a storage between those of the other."""
+    other = {0: BASE[:4], 3: BASE[3::4], 20: BASE[20:]}[start]
+    matrix = BASE[4:20].view(4, 4)[:, :3]
+    rounds(pair(lambda: holding(nn.Parameter(other), "other", holding(nn.Parameter(matrix), "weight", nn.Module()))))
+
+
+def test_two_frozen_parameters_may_share_memory() -> None:
+    rounds(pair(lambda: holding(frozen(BASE[2:6]), "late", holding(frozen(BASE[:4]), "early", linear()))))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.checks import check_choice, check_whole
-from diloco.algorithm.tensors import local_shard, named_parameters, same_memory, unfit_parameter
+from diloco.algorithm.tensors import local_shard, named_parameters, shared_memory, unfit_parameter
 from diloco.errors import FragmentError
 
 Strategy = Literal["strided", "balanced"]
@@ -58,20 +58,22 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter. Tied ones appear once, and wrappers of torch do not change the names.
 
     Raises:
-        FragmentError: if float32 global parameters can't hold the values of one, or if two distinct ones on the same
-            memory would be updated twice. The message names them.
+        FragmentError: if float32 global parameters can't hold the values of one, or if it shares memory with another
+            parameter, which would change with it. The message names them.
     """
-    parameters = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
+    named = named_parameters(model)
+    parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     for name, parameter in parameters.items():
         if why := unfit_parameter(parameter):
             raise FragmentError(
                 f"The trainable parameter {name!r} {why}, or freeze it with requires_grad_(False) before DiLoCo(...)."
             )
-    for one, other in same_memory(parameters):
-        raise FragmentError(
-            f"The parameters {one!r} and {other!r} are two objects on the same memory. Tie them by assigning one "
-            "Parameter to both modules, so that it counts once, or give each its own memory with clone()."
-        )
+    for one, other in shared_memory(named):
+        if one in parameters or other in parameters:
+            raise FragmentError(
+                f"The parameters {one!r} and {other!r} are two objects that share memory. Tie them by assigning one "
+                "Parameter to both modules, so that it counts once, or give each its own memory with clone()."
+            )
     return parameters
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -107,15 +108,48 @@ def unfit_parameter(parameter: Tensor) -> str:
     return ""
 
 
-def same_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the names of each two of the tensors that begin at the same address."""
-    first: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
-        shard = local_shard(tensor)
-        if shard.numel() and not shard.is_meta and shard.layout == torch.strided:
-            other = first.setdefault((shard.device, shard.data_ptr()), name)
-            if other != name:
+def shared_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of each two of the tensors that have a byte in common, in the order of their addresses.
+
+    Views whose values interleave, such as the left and the right columns of one matrix, have none.
+    """
+    shards = {name: local_shard(tensor) for name, tensor in tensors.items() if not is_lazy(tensor)}
+    shards = {name: shard for name, shard in shards.items() if _is_dense(shard) and shard.numel() and not shard.is_meta}
+    near: dict[str, Tensor] = {}  # those that reach beyond the beginning of the next one
+    for name, shard in sorted(shards.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
+        near = {
+            other: before
+            for other, before in near.items()
+            if before.device == shard.device and before.data_ptr() + _extent(before) > shard.data_ptr()
+        }
+        for other, before in near.items():
+            if _share_bytes(before, shard):
                 yield other, name
+        near[name] = shard
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from the first to the last value of a tensor that is not empty."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def _share_bytes(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors, of which the ``first`` begins no later, have a byte in common."""
+    begins = second.data_ptr() - first.data_ptr()
+    # arrays with the layouts of the two, since the memory may be a GPU's; numpy decides it from the layouts alone
+    memory = np.empty(max(_extent(first), begins + _extent(second)), dtype=np.uint8)
+    one, other = (
+        np.ndarray(
+            tuple(tensor.shape),
+            dtype=f"V{tensor.element_size()}",
+            buffer=memory,
+            offset=offset,
+            strides=tuple(stride * tensor.element_size() for stride in tensor.stride()),
+        )
+        for tensor, offset in ((first, 0), (second, begins))
+    )
+    return np.shares_memory(one, other)
 
 
 def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -143,13 +177,39 @@ def _once(tensors: list[tuple[str, Named]]) -> dict[str, Named]:
 
 def unfit_memory(tensor: Tensor) -> str:
     """Return why the values of a tensor can't be read and written one by one in its own memory, or ""."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local"):
+    if _is_wrapper(tensor):
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+    if not _is_dense(tensor):
         return "is not a dense tensor"
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return "repeats its own memory (an expanded view)"
+    if _repeats(tensor):
+        return "repeats its own memory (an expanded view, or windows that overlap)"
     return ""
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    strided = not tensor.is_nested and tensor.layout == torch.strided and not tensor.is_quantized
+    return strided and not _is_wrapper(tensor)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Return whether two values of a dense tensor are in the same place."""
+    reach, nested = 1, True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride == 0:
+                return True
+            nested = nested and stride >= reach  # each step passes all that the shorter ones reach
+            reach += stride * (size - 1)
+    if nested or not tensor.numel():
+        return False
+    places = np.zeros((), dtype=np.int64)
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = np.add.outer(places, stride * np.arange(size))
+    return np.unique(places).size < places.size
 
 
 def _unfit_buffer(buffer: Tensor) -> str:
@@ -162,17 +222,17 @@ def _unfit_buffer(buffer: Tensor) -> str:
     return why and f"{why}. Register a plain, dense, real buffer, or with persistent=False if it is derived"
 
 
-def check_buffers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_buffers(model: nn.Module) -> None:
     """Raise `ConfigurationError`, which names the buffer, if a persistent buffer can't be averaged.
 
-    It must not be the memory of one of ``parameters``, those that are synchronised.
+    It must not share memory with a parameter, which would change with it.
     """
-    buffers = persistent_buffers(model)
+    parameters, buffers = named_parameters(model), persistent_buffers(model)
     for name, buffer in buffers.items():
         if why := _unfit_buffer(buffer):
             raise ConfigurationError(f"The buffer {name!r} {why}.")
-    for one, other in same_memory({**parameters, **buffers}):
-        if one in parameters:
+    for one, other in shared_memory({**parameters, **buffers}):
+        if (one in parameters) != (other in parameters):
             raise ConfigurationError(
                 f"{one!r} and {other!r} share memory, but a buffer must have memory of its own. Register a clone(), or "
                 "with persistent=False if it is derived."

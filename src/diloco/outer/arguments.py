@@ -146,7 +146,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
-    check_buffers(model, trainable)
+    check_buffers(model)
     inner = arguments["inner_optimizer"]
     groups = [group for each in (inner if isinstance(inner, Sequence) else [inner]) for group in each.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}

@@ -77,7 +77,7 @@ def run_training(
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
-        check_buffers(weightless, {})
+        check_buffers(weightless)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
     fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings).endpoints)
