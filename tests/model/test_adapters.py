@@ -3,14 +3,18 @@
 import copy
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from diloco.checkpoint import Lazy
 from diloco.errors import ConfigurationError
 from diloco.model import HuggingFaceModel, ModelSettings, base_digest, build_language_model, save_adapter
+from diloco.trained import load_parameters, read_weights
 from tests.finetuning import write_base
 
 TOKENS = torch.arange(24).reshape(2, 12) % 11 + 40
@@ -108,6 +112,55 @@ def test_adapters_change_nothing_before_they_are_trained_and_are_all_that_is(lla
         2 * (i + o) * 3 for i, o in ((16, 16), (16, 8), (16, 8), (16, 16), *[(16, 24)] * 3)
     )
     assert set(model.saved_state()) == set(names)
+
+
+FLOPS: tuple[tuple[int, tuple[str, ...], dict[str, Any], float], ...] = (
+    (0, (), {}, 1.0),
+    (2, ("all-linear",), {}, 1.01),
+    (2, ("all-linear",), TIED, 1.01),
+    (2, ("down_proj",), {}, 1.01),
+    (2, ("model.layers.7.mlp.up_proj",), {}, 1.01),  # no gradient reaches the seven layers below
+)
+
+
+@pytest.mark.parametrize(("rank", "targets", "changes", "most"), FLOPS)
+def test_operations_are_those_that_torch_counts_also_of_frozen_weights(
+    rank: int, targets: tuple[str, ...], changes: dict[str, Any], most: float, tmp_path: Path
+) -> None:
+    """Before, frozen weights counted as trained ones, 1.4 times as many in all. What is over is that the queries, keys
+    and values of the first layer with an adapter share one input without a gradient. A row of one token leaves
+    attention no half that is masked."""
+    base = write_base(tmp_path, num_hidden_layers=8, **changes)
+    arguments: dict[str, Any] = {"attn_implementation": "eager"} | ({"lora_targets": targets} if rank else {})
+    model = build_language_model(ModelSettings(source=f"hf:{base}", lora_rank=rank, arguments=arguments), seed=0)
+    tokens = TOKENS.reshape(-1, 1)
+    with FlopCounterMode(display=False) as counted:
+        torch.autograd.backward(model.loss(tokens, tokens).loss)
+    assert 1.0 <= model.flops_per_token(1) * tokens.numel() / counted.get_total_flops() <= most
+
+
+@torch.no_grad()
+def test_weights_are_read_one_at_a_time(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, all of them were in memory at once, as the first one was copied. They are bfloat16, so none is shared."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(llama).bfloat16().save_pretrained(tmp_path)
+    unread, most = Lazy.__getitem__, 0
+    live: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def read(values: Lazy, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = unread(values, name)
+        live.add(tensor)
+        most = max(most, len(live))
+        return tensor
+
+    monkeypatch.setattr(Lazy, "__getitem__", read)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # else transformers reads some ahead
+    model = build_language_model(ModelSettings(source=f"hf:{tmp_path}"), seed=0)
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        load_parameters(model, read_weights(place, ModelSettings(source=f"hf:{tmp_path}")))
+    assert 1 <= most <= 2  # of 30: a name may still have the last one when the next is read
 
 
 def test_the_digest_is_of_the_weights_and_not_of_their_files(llama: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class TrainedOptions:
     """Which trained model to load."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
+    """Run folder (its latest checkpoint), checkpoint, or folder of a causal language model of transformers."""
     model: Annotated[str | None, arg(metavar="MODULE:FUNCTION")] = None
     """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None

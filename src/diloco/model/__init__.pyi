@@ -2,6 +2,7 @@ from .adapters import save_adapter as save_adapter
 from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
+from .folders import tensors_in as tensors_in
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface import base_digest as base_digest
 from .language_model import LanguageModel as LanguageModel

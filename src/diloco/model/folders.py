@@ -10,7 +10,8 @@ round-off that grows with the position. Pickles are never read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,6 +141,15 @@ def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
         pickles = sorted(entry.name for entry in folder.glob("*.bin"))
         why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
         raise CheckpointError(f"{folder} has no weights file {WEIGHTS_NAME}{why}.")
+    return tensors_in(files)
+
+
+def tensors_in(files: Sequence[Path]) -> Mapping[str, Tensor]:
+    """Return the tensors of ``.safetensors`` files by name; each is read when it is asked for.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or two hold the same name.
+    """
     places: dict[str, tuple[Path, str]] = {}
     for path in files:
         try:
@@ -157,6 +167,17 @@ def _read(place: tuple[Path, str]) -> Tensor:
     with safe_open(place[0], framework="pt", device="cpu") as file:
         tensor: Tensor = file.get_tensor(place[1])
     return tensor
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A tensor of a mapping that is read when `transformers` indexes it, as it does with slices of its own files."""
+
+    tensors: Mapping[str, Tensor]
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensors[self.name][index]
 
 
 def weights_digest(folder: Path) -> str:

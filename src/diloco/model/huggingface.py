@@ -23,6 +23,7 @@ from diloco.model.folders import (
     CONFIG_NAME,
     SHARDS,
     WEIGHTS_NAME,
+    Unread,
     import_transformers,
     read_json,
     stored_tensors,
@@ -375,10 +376,11 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
     if (generation := folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_dict(read_json(generation))
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    stored = stored_tensors(folder)
     wrapped, report = model_class.from_pretrained(
         None,
         config=config,
-        state_dict=dict(stored_tensors(folder)),
+        state_dict={name: Unread(stored, name) for name in stored},
         dtype=torch.float32,
         output_loading_info=True,
         trust_remote_code=False,

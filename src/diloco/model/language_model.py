@@ -108,22 +108,42 @@ class LanguageModel(nn.Module):
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Return the estimated floating-point operations of training on one token, forward and backward.
 
-        ``6 * N + 12 * A``. There are two operations per weight forward and four backward, and N counts the matrices
-        that a token passes through: the output projection also when it is tied, but no embeddings. A is
-        ``attention_width`` times the average number of tokens that one sees (PaLM's appendix B counts all of them; half
-        are masked). Left out are the embedding lookup, norms, positions, softmax, activation functions, loss and
-        optimizer.
+        Each value of a matrix takes two operations forward, two for its own gradient if it is trained, and two for the
+        gradient of its input if a trained parameter comes before it, in the order of the model; experts count by
+        `expert_share`, the output projection also when it is tied, embeddings not at all. Attention takes
+        ``12 * attention_width`` for each token that one sees, on average half a sequence (PaLM's appendix B counts all
+        of them), and 4 in layers that no gradient reaches. So without frozen parameters they are 6 per value. Left out
+        are the embedding lookup, norms, positions, softmax, activation functions, loss and optimizer.
 
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
         tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        products = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
-        skipped = tables - products - {id(self.projection)}
-        matrices = [(name, p) for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in skipped]
+        # not the number of values in the weight, which are fewer if it is quantised
+        products = {
+            id(module.weight): module.in_features * module.out_features
+            for module in self.modules()
+            if isinstance(module, nn.Linear)
+        }
+        parameters = dict(self.named_parameters())
+        positions = {name: position for position, name in enumerate(parameters)}
+        first = min((positions[name] for name, p in parameters.items() if p.requires_grad), default=len(parameters))
+        operations = 0.0
+        for name, parameter in parameters.items():
+            if parameter.dim() < 2:
+                continue
+            position = positions[name]
+            if id(parameter) in tables:
+                if id(parameter) not in products and parameter is not self.projection:
+                    continue
+                position = len(parameters) - 1  # a tied output projection comes last
+            share = self.expert_share if ".experts." in name else 1.0
+            per_value = 2 + (2 if parameter.requires_grad else 0) + (2 if position > first else 0)
+            operations += per_value * share * products.get(id(parameter), parameter.numel())
+        _, layers = group_layers({name: parameter.numel() for name, parameter in parameters.items()})
+        reached = sum(max(positions[name] for name in layer) >= first for layer in layers) / max(1, len(layers))
         length = self.max_sequence_length if sequence_length is None else sequence_length
-        passed = sum(p.numel() * (self.expert_share if ".experts." in name else 1.0) for name, p in matrices)
-        return 6.0 * passed + 12.0 * self.attention_width * (length + 1) / 2
+        return operations + (4.0 + 8.0 * reached) * self.attention_width * (length + 1) / 2
 
     def definition(self) -> dict[str, Any]:
         """Return, as JSON, what its settings do not say about the model: an argument of `build_language_model`, which

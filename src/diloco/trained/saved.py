@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.algorithm import (
@@ -38,6 +37,7 @@ from diloco.model import (
     is_huggingface_folder,
     native_weights,
     stored_tensors,
+    tensors_in,
 )
 from diloco.plugins import confirm, same_code
 from diloco.private_files import read_regular
@@ -250,10 +250,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         checkpoint = open_checkpoint(path)
         parts = [checkpoint.values(part) for part in ("global", REST) if part in checkpoint.parts]
         return Lazy({name: (part, name) for part in parts for name in part}, lambda place: place[0][place[1]])
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} can't be read as safetensors: {error}.") from error
+    return tensors_in([path])
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
@@ -265,11 +262,12 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         CheckpointError: names or shapes differ, or a parameter is not finite; the message names them.
     """
     parameters, state = trainable_parameters(model), model_state(model)
-    if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
-        values = {f"wrapped.{name}": value for name, value in values.items()}
-    if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
+    inside = hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values)
+    stored = {f"wrapped.{name}" if inside else name: name for name in values}  # name here -> name there
+    if odd := sorted((parameters.keys() - stored.keys()) | (stored.keys() - state.keys())):
         raise CheckpointError(f"The initial weights and the model have different parameters: {', '.join(odd[:5])}.")
-    for name, value in values.items():
+    for name in stored:
+        value = values[stored[name]]  # one at a time is read
         here, there = tuple(state[name].shape), tuple(value.shape)
         if here != there:
             raise CheckpointError(f"{name} has the shape {here} in the model, but {there} in the initial weights.")
@@ -279,6 +277,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
                 "copy, or an earlier checkpoint."
             )
         set_whole_(state[name], value)
+        del value  # before the next one is read
 
 
 def rest_of_state(model: LanguageModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
