@@ -143,7 +143,7 @@ def known_flags() -> set[str]:
     flags |= {f"--no-{flag[2:]}" for flag in flags}
     flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
     flags |= {"--help", "--help-all", "--print-config", "--debug", "--version"}
-    return flags | {"--epochs", "--resume-or-start"} | {f"--{name}" for name in FOREIGN.split()}
+    return flags | {"--epochs", "--resume-or-start", "--found"} | {f"--{name}" for name in FOREIGN.split()}
 
 
 @pytest.mark.parametrize("path", [*NOW, *OTHERS], ids=lambda path: path.name)

@@ -176,6 +176,8 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
         (PeerReport("Qm", 1, problem="no answer within 10 s"), "gone", "Qm: replica 1 is no longer a member"),
         (PeerReport("Qm", 2, problem="no answer\n * dial"), "no answer", "Qm: no answer"),
         (PeerReport("Qm", 1, problem="x", finished=True), "finished", "Qm: replica 1 has finished the run"),
+        (PeerReport("Qm", 1, problem="x", searches=True), "joining", "Qm: replica 1 is looking for the members"),
+        (PeerReport("Qm", 1, problem="x", objection="its run has a secret"), "refuses", "Qm: it answers, but its run"),
         (PeerReport("Qm", 2, Status(state="joining", state_expected_bytes=9, state_received_bytes=8)),
          "joining, 88 %", ""),
         (PeerReport("Qm", 2, Status(step=9, digest="cd")), "9", ""),

@@ -107,6 +107,15 @@ def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Cand
     assert founded == View(5, (0,))
 
 
+def test_of_replicas_that_were_in_no_view_only_those_found_that_may() -> None:
+    """Who was told of others waits for them, also with the newest step or the lowest number."""
+    told, founder = Candidate(0, 90, founds=False), Candidate(1, 10)
+    assert not elect(told, Candidate(2, founds=False))
+    assert elect(told, founder) == {1: View(0, (1,))}
+    lost = Candidate(2, 10, View(4, (0, 2)))
+    assert elect(told, lost) == {0: View(5, (0,))}, "it was a member, by whose vote it goes on"
+
+
 def test_one_that_has_finished_is_not_waited_for() -> None:
     """It alone can't end the search of two others, and they need not wait for it."""
     view = View(4, (0, 1, 2))

@@ -72,6 +72,7 @@ class Swarms:
         allowed: frozenset[str] = frozenset(),
         at: Sequence[str] = (),
         hidden: bool = False,
+        founds: bool = False,
         held_step: int = -1,
         held_swarm: str = "",
         join_window_s: float = 0.5,
@@ -89,6 +90,7 @@ class Swarms:
             node=NodePlace(join=(*at, *self.addresses_of(*known)), listen=() if hidden else LOOPBACK, map_ports=False),
             replica=number,
             held_swarm=held_swarm,
+            founds=founds,
             join_window_s=join_window_s,
             name=f"peer {number}",
         )

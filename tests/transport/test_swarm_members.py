@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import sys
 import threading
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,10 +30,12 @@ from diloco.transport import (
     PeerStreams,
     PeerTransport,
     SwarmPlace,
+    absences,
     join,
     load_identity,
     new_secret,
     open_status_client,
+    run_peer,
 )
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import nobody_at
@@ -49,12 +53,38 @@ from tests.transport.wires import at_once
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 PATIENCE = {"rendezvous_timeout_s": 2.0}
+SECRET = new_secret()
 
 
 @pytest.fixture(scope="module")
 def member(lasting: Swarms) -> PeerTransport:
     """The only peer of its run; peers that search for it found another swarm or are rejected."""
     return lasting.peer(0).transport
+
+
+@pytest.fixture(scope="module")
+def relay(keys: Path) -> Iterator[str]:
+    """The address of a peer that trains nothing."""
+    addresses, ready, loop = list[str](), threading.Event(), asyncio.new_event_loop()
+
+    def listening(at: tuple[str, ...]) -> None:
+        addresses.extend(at)
+        ready.set()
+
+    place = NodePlace(listen=LOOPBACK, map_ports=False, public=True)
+    serving = loop.create_task(run_peer(keys / "relay.key", place, listening))
+
+    def serve() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(LIMIT_S)
+    yield addresses[0]
+    loop.call_soon_threadsafe(serving.cancel)
+    thread.join(LIMIT_S)
 
 
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
@@ -163,10 +193,77 @@ def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, key
     ours = new_secret()
     first = swarms.peer(0, secret=ours, allowed=allowed).transport
     assert swarms.peer(1, [first], secret=ours, allowed=allowed).joining
-    with pytest.raises(RendezvousError, match=r"no member could be joined within 2 s: .* rejected this peer"):
-        swarms.peer(2, [first], secret=ours, **PATIENCE)
-    assert not swarms.peer(3, [first], secret=new_secret()).joining, "with another secret it is another run"
+    with pytest.raises(RendezvousError, match=r"it does not admit this peer, .* network\.allow does not list it"):
+        swarms.peer(2, [first], secret=ours)
     assert first.view.members == (0,)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (("run", SECRET), ("run", ""), "its run has a secret. Give a copy of its file with --secret-file"),
+        (("run", SECRET), ("run", new_secret()), "its run has another secret. Give a copy of its file"),
+        (("run", ""), ("run", SECRET), "its run has no secret. Leave out --secret-file"),
+        (("run", SECRET), ("ran", SECRET), "it trains another run than 'ran'. Give the name of its run with --run"),
+        (("run", ""), ("ran", ""), "it trains another run than 'ran'. Give the name of its run with --run"),
+    ],
+)
+def test_who_names_a_peer_of_another_secret_or_run_is_told_which_and_founds_nothing(
+    swarms: Swarms, theirs: tuple[str, str], ours: tuple[str, str], words: str
+) -> None:
+    """Before, it founded a second swarm of the same name, and trained alone to the end."""
+    first = swarms.peer(0, run=theirs[0], secret=theirs[1]).transport
+    with pytest.raises(RendezvousError) as caught:
+        swarms.peer(1, [first], run=ours[0], secret=ours[1])
+    assert f"the peer at {swarms.addresses_of(first)[0]} answers, but {words}" in str(caught.value)
+
+
+def test_an_observer_is_told_why_a_peer_does_not_answer_it(swarms: Swarms, relay: str) -> None:
+    """Before, it was told that nobody had been seen of a run of this name."""
+    first = swarms.peer(0, secret=SECRET).transport
+
+    async def look(*join: str, run: str = "run", secret: str = "") -> list[PeerReport]:
+        at = NodePlace(join=join, listen=(), map_ports=False)
+        async with open_status_client(swarms.key(9), at, Admission(run, secret)) as client:
+            return await client.ask()
+
+    for admission, words in (({}, "its run has a secret"), ({"run": "ran"}, "it trains another run than 'ran'")):
+        (report,) = asyncio.run(look(*swarms.addresses_of(first), **admission))
+        assert words in report.objection
+        assert absences([report]) == ["refuses"]
+    (report,) = asyncio.run(look(*swarms.addresses_of(first), secret=SECRET))
+    assert report.status is not None
+    assert asyncio.run(look(relay)) == []
+
+
+def test_who_names_a_peer_of_another_version_is_told_so(
+    swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer_knock(stream: Any, *_: object) -> None:
+        stream[1].write(frame({"kind": "doorplate", "version": 99, "trains": True}))
+        await stream[0].read(1)
+
+    monkeypatch.setattr(sys.modules[PeerStreams.__module__], "answer_knock", answer_knock)
+    monkeypatch.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("it closes the stream")))
+    with pytest.raises(RendezvousError, match=r"uses version 99 of the protocol, and this peer version \d+\. Install"):
+        swarms.peer(1, [member])
+
+
+def test_who_names_addresses_waits_for_a_member_and_founds_only_if_it_says_so(swarms: Swarms, relay: str) -> None:
+    """A relay is an entrance: who comes through it waits, alone or with others, until one founds that may."""
+    with pytest.raises(RendezvousError, match="To found the run instead, add --found"):
+        swarms.peer(1, at=[relay], run="relayed", **PATIENCE)
+    slow = {"run": "relayed", "at": [relay], "rendezvous_timeout_s": 4.0}
+    both = at_once([lambda: swarms.peer(1, **slow), lambda: swarms.peer(2, **slow)])
+    assert any("1 more peers wait for one" in str(each) for each in both)
+    founder, joiner = at_once(
+        [
+            lambda: swarms.peer(3, run="relayed", at=[relay], founds=True, join_window_s=2.0),
+            lambda: swarms.peer(1, run="relayed", at=[relay], held_step=-1),
+        ]
+    )
+    assert (founder.joining, joiner.joining) == (False, True)
+    assert founder.swarm == joiner.swarm
 
 
 def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path) -> None:
@@ -211,22 +308,22 @@ def test_another_run_is_another_world_and_a_fresh_start_is_no_replacement_for_a_
     swarms: Swarms, member: PeerTransport
 ) -> None:
     """The record of a swarm outlives its last member, and only a peer with a checkpoint may found the swarm again."""
-    gone = swarms.peer(1, [member], run="gone", **PATIENCE)
+    gone = swarms.peer(1, [member], run="gone", founds=True, **PATIENCE)
     assert not gone.joining, "it founded a swarm of its own run"
     assert gone.transport.view.members == (1,)
     assert member.view.members == (0,)
     gone.transport.close()
     with pytest.raises(RendezvousError, match="has had a swarm within the last half hour"):
-        swarms.peer(2, [member], run="gone", **PATIENCE)
-    again = swarms.peer(3, [member], run="gone", held_step=120, **PATIENCE)
+        swarms.peer(2, [member], run="gone", founds=True, **PATIENCE)
+    again = swarms.peer(3, [member], run="gone", held_step=120, founds=True, **PATIENCE)
     assert not again.joining
 
 
 def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, member: PeerTransport) -> None:
     """Its record stays and claims a newer step. Where nobody is there to enter through, that is said."""
     with pytest.raises(RendezvousError):
-        swarms.peer(1, [member], run="ended", held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
-    assert not swarms.peer(2, [member], run="ended", held_step=50, silence_s=1.0).joining
+        swarms.peer(1, [member], run="ended", held_step=90, founds=True, join_window_s=60.0, rendezvous_timeout_s=0.1)
+    assert not swarms.peer(2, [member], run="ended", held_step=50, founds=True, silence_s=1.0).joining
 
 
 def test_two_that_can_not_ask_each_other_yet_found_one_swarm(
@@ -246,7 +343,7 @@ def test_two_that_can_not_ask_each_other_yet_found_one_swarm(
         return connected
 
     monkeypatch.setattr(PeerStreams, "open", open_later)
-    looks: dict[str, Any] = {"run": "routers", "join_window_s": 4.0, "held_step": 50}
+    looks: dict[str, Any] = {"run": "routers", "join_window_s": 4.0, "held_step": 50, "founds": True}
     first, second = at_once([found, lambda: swarms.peer(2, [member], **looks)])
     assert (first.joining, second.joining) == (False, True)
     assert first.swarm == second.swarm

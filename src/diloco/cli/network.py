@@ -127,7 +127,8 @@ def run_relay(arguments: Sequence[str]) -> int:
     def ready(addresses: tuple[str, ...]) -> None:
         print("diloco: peers of any run can find each other through this node with")
         for address in addresses:
-            print(f"  --join {address}", flush=True)
+            print(f"  --join {address}")
+        print("and the first peer of each run adds --found", flush=True)
 
     announced = tuple(multiaddress(address, "--announce") for address in options.announce)
     place = NodePlace(

@@ -200,6 +200,8 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
         reasons = {
             "finished": f"replica {each.number} has finished the run and exited",
             "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
+            "joining": f"replica {each.number} is looking for the members, to join them",
+            "refuses": f"it answers, but {each.objection}",
             "no answer": each.problem.partition("\n")[0],
         }
         if absent and each.problem:
@@ -213,7 +215,7 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     if not reports:
         yield (
             f"no peer of run {run!r} has been seen within the last half hour. Check that its replicas were started "
-            "with this name as --run."
+            "with this name as --run, and with this --secret-file, or none."
         )
 
 

@@ -222,7 +222,10 @@ def run_line(line: CommandLine, typed: Sequence[str]) -> int:
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
     torchrun, launched = read_torchrun(os.environ), LAUNCHED in os.environ
-    role, folder, again = role_of(settings.network, torchrun), settings.out or plan.source, bool(line.resume_or_start)
+    if line.found and not settings.network.elastic:
+        raise ConfigurationError("--found founds the swarm of a run. Use it with --transport swarm, or leave it out.")
+    role = dataclasses.replace(role_of(settings.network, torchrun), founds=line.found)
+    folder, again = settings.out or plan.source, bool(line.resume_or_start)
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values, again=again)
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
@@ -272,7 +275,8 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
 
     code = _train(plan, folder, meet)
     if code == INTERRUPTED:
-        resume, others = resume_command(settings, folder), fleets[-1].left_at if fleets else ()
+        others, relays = (fleets[-1].left_at, fleets[-1].relays) if fleets else ((), ())
+        resume = resume_command(settings, folder, relays, found=bool(relays))
         if others:
             resume = (
                 f"while others train: {resume_command(settings, folder, others)}\ndiloco: if all have stopped, the one "

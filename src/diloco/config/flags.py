@@ -54,6 +54,8 @@ class CommandLine:
     """Print the settings as TOML, with what follows from them, and exit."""
     resume_or_start: Annotated[str | None, arg(metavar="RUN")] = None
     """Resume from this run folder or mirror, or begin there if it has no checkpoint."""
+    found: bool = False
+    """swarm: found the run although --join names addresses, if none of its peers can be found."""
     help_all: bool = False
     """Show all settings."""
     values: Values = field(default_factory=dict)  # the keys that were set by flags
@@ -82,7 +84,8 @@ def parse_flags(
     """
     known = keys_of(settings_type)
     places = [name for name, key in known.items() if key.is_positional]
-    unfit = {"values", "defaults", "resume_or_start" if command == "plan" else "", "file" if places else ""}
+    unfit = {"values", "defaults"} | ({"resume_or_start", "found"} if command == "plan" else set())
+    unfit |= {"file"} if places else set()
     own = {name: key for name, key in keys_of(CommandLine).items() if name not in unfit}
     if asked := _help_asked(arguments):
         everything = asked == {"--help-all"}

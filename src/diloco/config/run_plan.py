@@ -222,18 +222,20 @@ _FIRST = (
 """Keys from which others follow, or without which a run is refused."""
 
 
-def resume_command(configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
+def resume_command(configuration: Configuration, folder: Path, join: Sequence[str] = (), *, found: bool = False) -> str:
     """Return the command that resumes a stopped run, with the settings that the run's folder does not keep.
 
     Args:
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
+        found: whether this peer is to found the swarm again.
     """
     values, usual = flatten(configuration), flatten(Configuration())
     elastic = configuration.network.elastic
     own = [name for name in _PROCESS_KEYS if not (elastic and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}
-    return command_text("train", flags={"--resume": folder} | _flags(kept))
+    found_flag = {"--found": True} if found else {}
+    return command_text("train", flags={"--resume": folder} | _flags(kept) | found_flag)
 
 
 def join_command(configuration: Configuration, folder: Path) -> str:

@@ -34,6 +34,7 @@ class Candidate:
     last: View | None = None  # the newest view that it was a member of; None: none since its process began
     agreed: View | None = None  # the view after it that it had accepted; None: none
     vote: View | None = None  # the view of the founder that it votes for; None: it has not voted
+    founds: bool = True  # whether it may found a view where none of those that search was a member of one
 
 
 def founded_view(
@@ -41,9 +42,10 @@ def founded_view(
 ) -> View | None:
     """Let ``me`` vote, and return the view of this replica alone that it founds for the others to join, or None.
 
-    The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was a
-    member, it is one of the newest view, and of those that one of them had agreed to, and founds only if enough members
-    of these vote for it, so that no others can be continuing from them.
+    The founder is the replica with the newest step; of several, the one with the lowest number. Where none of them was
+    a member, it is one that may found. If any of them was, it is one of the newest view, and of those that one of them
+    had agreed to, and founds only if enough members of these vote for it, so that no others can be continuing from
+    them.
 
     Args:
         others: the other replicas that are searching, each as it was heard after the last vote of ``me``, and once each
@@ -63,17 +65,20 @@ def founded_view(
     there = (me, *others)
     agreed = [each.agreed for each in there if each.agreed and newest and each.agreed.id > newest.id]
     views = [] if newest is None else [newest, *agreed]  # in which others may be
-    eligible = [each for each in there if all(each.number in view.members for view in views)]
+    if newest is None:
+        eligible = [each for each in there if each.founds]
+    else:
+        eligible = [each for each in there if all(each.number in view.members for view in views)]
     first = min((-each.held_step, each.number) for each in eligible or [me])[1]
     known = [view.id for view in views]
     known += [each.vote.id - (each.vote.members == (first,)) for each in there if each.vote is not None]
     founded = View(max(known, default=-1) + 1, (first,))  # later than all of them, and than votes for others
     if alone:
         return View(founded.id, (me.number,))
-    if newest is None:
-        return founded if first == me.number else None
     if not eligible:
         return None
+    if newest is None:
+        return founded if first == me.number else None
 
     ended = {*left, *(each.number for each in there if each.last is None)}
     members = [each for each in there if each.last is not None]

@@ -150,7 +150,7 @@ def _in_process_groups(
     return Fleet([transport], group=group, roll=roll, held_steps=steps, restarted=attempt.restarted)
 
 
-def _in_swarm(run: RunSettings, _: Role, folder: Path, facts: Mapping[str, str], __: Attempt | None) -> Fleet:
+def _in_swarm(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], __: Attempt | None) -> Fleet:
     """Join the swarm of the run, or found it; ``folder`` holds the private key."""
     network, (held_step, held_replica, held_swarm) = run.network, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(network.secret_file, "network.secret_file")
@@ -167,6 +167,7 @@ def _in_swarm(run: RunSettings, _: Role, folder: Path, facts: Mapping[str, str],
         ),
         replica=held_replica if network.replica is None else network.replica,
         held_swarm=held_swarm,
+        founds=role.founds,
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held_step < 0 else _RESUMED_WINDOW_S,
         status=PeerStatus(run.train.batch_size * run.train.sequence_length),
@@ -186,14 +187,20 @@ def _in_swarm(run: RunSettings, _: Role, folder: Path, facts: Mapping[str, str],
         margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
     )
-    fleet.notes = _use_of(held_step, fleet.directory, place)
+    fleet.notes = _beginning(held_step, fleet.directory, place, network.replicas)
     return fleet
 
 
-def _use_of(held_step: int, directory: Directory, place: SwarmPlace) -> tuple[str, ...]:
-    """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
-    if held_step < 0:
+def _beginning(held_step: int, directory: Directory, place: SwarmPlace, replicas: int) -> tuple[str, ...]:
+    """Return a sentence on whether this replica has founded the swarm, and on the use of the checkpoint that it has."""
+    if held_step < 0 and directory.joining:
         return ()
+    if held_step < 0:
+        until = "trains alone until others join" if replicas == 1 else f"waits until {replicas} replicas have joined"
+        others = (
+            "" if place.node.join else " If others train it already, stop this one and give --join an address of them."
+        )
+        return (f"It has founded run {place.admission.run!r} and {until}.{others}",)
     if not directory.joining:
         alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
         return (f"{alone}, so it founds a new swarm at step {held_step}. Peers that join adopt its state.",)

@@ -61,6 +61,7 @@ class Fleet:
     begun: bool = True  # whether there have been enough replicas to start training
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
     left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
+    relays: tuple[str, ...] = ()  # likewise: addresses through which its members find each other
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class Fleet:
         if self._leaving is not None:
             self._leaving.cancel()
         if self.elastic:
-            self.left_at = self.directory.others()
+            self.left_at, self.relays = self.directory.others(), self.directory.relays()
             self.directory.transport.leave()
         if self._roll is not None:
             self._roll.close("" if error is None else str(error) or repr(error))

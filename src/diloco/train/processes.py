@@ -68,6 +68,7 @@ class Role:
     position: int = 0
     rendezvous: Address | None = None  # where the replicas meet over TCP
     torchrun: TorchRun | None = None  # the environment set by ``torchrun``, if it started this process
+    founds: bool = False  # whether this peer may found the swarm although it was told of addresses
 
     @property
     def index(self) -> int:

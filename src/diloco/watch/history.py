@@ -339,7 +339,7 @@ class Seen:
     """A peer of a swarm, as last seen."""
 
     process: str  # its name in `RunHistory.processes`
-    state: str  # the state that it reports, or "no answer", "gone" or "finished"
+    state: str  # the state that it reports, or "no answer", "refuses", "gone" or "finished"
     report: PeerReport  # its last report, whose status is untrusted
     heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
 

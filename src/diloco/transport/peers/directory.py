@@ -52,6 +52,7 @@ class Directory:
         held_step: the newest step that this process could resume from; -1 for none.
         join_window_s: how long a process that finds no member waits for others that search before one founds a view.
         alone: whether it knows no other process to ask.
+        founds: whether it may found a view although it was a member of none.
         lost: the view that this process has lost; None: it begins.
         held_swarm: the swarm of ``held_step``; "": none, or unknown.
     """
@@ -63,6 +64,7 @@ class Directory:
         held_step: int = -1,
         join_window_s: float = 0.0,
         alone: bool = False,
+        founds: bool = True,
         lost: Lost | None = None,
         held_swarm: str = "",
     ) -> None:
@@ -70,7 +72,7 @@ class Directory:
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
-        self.me = lost.me if lost else Candidate(transport.replica, held_step)
+        self.me = lost.me if lost else Candidate(transport.replica, held_step, founds=founds)
         self.identities = lost.identities if lost else {}
         self.join_window_s, self.alone = join_window_s, alone and self.me.last is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
@@ -114,6 +116,10 @@ class Directory:
         """Return addresses at which a swarm goes on without this replica."""
         return ()
 
+    def relays(self) -> tuple[str, ...]:
+        """Return addresses through which the others find this process, and at which no replica is."""
+        return ()
+
     async def addresses(self) -> Collection[Address]:
         """Return the addresses at which members may answer, and let others find this process."""
         raise NotImplementedError
@@ -124,6 +130,13 @@ class Directory:
     def may_found(self, answers: Mapping[Address, object], waited_s: float) -> bool:
         """Return whether this process may found a view if it is elected, ``waited_s`` after others could know of it."""
         return True
+
+    async def examine(self, answers: Mapping[Address, object]) -> None:
+        """Find out why those do not answer that this process was told of.
+
+        Raises:
+            RendezvousError: this process can't join any of them.
+        """
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
@@ -254,10 +267,11 @@ class Directory:
             if refusals and not there:
                 raise refusals[0]
             self.looking = [
-                each.candidate if each.was == self.was else Candidate(each.candidate.number, each.candidate.held_step)
+                each.candidate if each.was == self.was else _without_views(each.candidate)
                 for each in answers.values()
                 if isinstance(each, Looking)
             ]
+            await self.examine(answers)
             waited_s = asked_s - known_s
             if not there and not self.begins:
                 if over := self.over():
@@ -442,3 +456,8 @@ class Directory:
         if not known and self.connections.streams.named:
             known = {rank: entry.address for rank, entry in entries.items()}
         return identity in map(known.get, ranks) if known else any(rank in entries for rank in ranks)
+
+
+def _without_views(candidate: Candidate) -> Candidate:
+    """Return the announcement of a process without its views, which are those of another history."""
+    return Candidate(candidate.number, candidate.held_step, founds=candidate.founds)

@@ -20,7 +20,7 @@ from diloco.membership import byzantine_quorum, names_of, refusal
 from diloco.protocol import Entry, MessageError, Refused, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import pauses
-from diloco.transport.connections.streams import say, within
+from diloco.transport.connections.streams import NotNowError, say, within
 from diloco.transport.peers.connect import MeetingPlace
 from diloco.transport.peers.directory import Directory, Lost, Members
 from diloco.transport.peers.transport import PeerTransport
@@ -47,6 +47,7 @@ class SwarmDirectory(Directory):
             held_step=held_step,
             join_window_s=place.join_window_s,
             alone=not place.node.join,
+            founds=place.founds or not place.node.join,
             lost=lost,
             held_swarm=place.held_swarm,
         )
@@ -94,12 +95,27 @@ class SwarmDirectory(Directory):
                 if not self._streams.place.insists:
                     await node.enter()
                 await self.announce()
-            self._records = [each for each in await node.find(self._streams.admission) if each.number >= 0]
+            self._records = [each for each in await self._streams.find() if each.number >= 0]
         except Exception as error:  # those of the DHT have no common base class
             raise TransportError(f"the peers of the run can't be looked up: {in_short(error)}") from error
-        for record in self._records:
-            self._streams.know(record.peer_id, record.addresses)
         return [PeerAddress(record.peer_id) for record in self._records]
+
+    async def examine(self, answers: Mapping[Address, object]) -> None:
+        """Ask at the doors of the peers named by --join that don't answer.
+
+        Raises:
+            RendezvousError: none of them can be joined, and one says why.
+        """
+        given = self._streams.given
+        answered = {str(place) for place, each in answers.items() if not _is_unanswered(each)}
+        objections = []
+        for peer_id in given.keys() - answered:
+            with contextlib.suppress(OSError, EOFError, TransportError):
+                visit = await self._streams.visit(peer_id)
+                if visit.objection and not (self.me.founds and not visit.same_run):
+                    objections.append(f"the peer at {given[peer_id][0]} answers, but {visit.objection}.")
+        if objections and not answered and self.me.last is None:
+            raise RendezvousError(" ".join(sorted(objections)))
 
     async def announce(self) -> None:
         node, number, me = self._streams.node, self.me.number, self._streams.me
@@ -150,6 +166,9 @@ class SwarmDirectory(Directory):
         given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
         there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
         return tuple(dict.fromkeys([*given, *sorted(there, key=is_loopback)]))
+
+    def relays(self) -> tuple[str, ...]:
+        return self._streams.relays()
 
     async def announce_end(self) -> None:
         self._finished = True
@@ -292,7 +311,16 @@ class SwarmDirectory(Directory):
 
     def awaited(self) -> str:
         run = self._place.admission.run
-        return f"a member of run {run!r}" if self.me.last is None else f"{super().awaited()}, of run {run!r}"
+        if self.me.last is not None:
+            return f"{super().awaited()}, of run {run!r}"
+        return f"a member of run {run!r}{self._unfounded()}"
+
+    def _unfounded(self) -> str:
+        """Return a hint for a message if nobody that searches may found the swarm; "" otherwise."""
+        if any(each.founds for each in (self.me, *self.looking)) or self._had_members():
+            return ""
+        there = f"{len(self.looking)} more also wait for one" if self.looking else "none is known yet"
+        return f" ({there}; whoever is to found the run adds --found)"
 
     def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"
@@ -300,8 +328,13 @@ class SwarmDirectory(Directory):
             tried = "; ".join(why.values()) or "none of them answers"
             return (
                 f"run {run!r} has had a swarm within the last half hour, but no member could be joined {for_s}: "
-                f"{tried}. Make one of its peers reachable, resume from a checkpoint of the run, or choose another "
-                "name for it."
+                f"{tried}. Make one of its peers reachable, resume from a checkpoint of the run with --found, or "
+                "choose another name for it."
+            )
+        if self.looking and not any(each.founds for each in (self.me, *self.looking)):
+            return (
+                f"no member of run {run!r} was found {for_s}. {len(self.looking)} more peers wait for one. Start "
+                "one of them with --found."
             )
         if self.looking:
             newest = min(self.looking, key=lambda each: (-each.held_step, each.number))
@@ -312,8 +345,13 @@ class SwarmDirectory(Directory):
             )
         return (
             f"no other peer of run {run!r} was found {for_s}. Check the name of the run, its secret, and the "
-            "addresses given with --join."
+            "addresses given with --join. To found the run instead, add --found."
         )
+
+
+def _is_unanswered(answer: object) -> bool:
+    """Return whether the peer that was asked has not let this one in, or can't be reached."""
+    return isinstance(answer, Exception) and not isinstance(answer, RendezvousError | NotNowError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +366,8 @@ class SwarmPlace(MeetingPlace):
     replica: int | None = None  # the replica number; None: derived from the identity
     name: str = ""  # what people call the replica, at most `MAX_NAME` characters that print; "": its number
     held_swarm: str = ""  # the swarm in which the peer reached the newest step it could resume from; "": unknown
+    # whether it may found a swarm although it knows addresses (``node.join``); without any, it may
+    founds: bool = False
     # how long a peer that finds no member waits for other searching peers before one of them founds a swarm
     join_window_s: float = 3.0
     status: PeerStatus = field(default_factory=PeerStatus)  # what the peer reports to observers

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
+from diloco.transport.swarm.door import answer_knock
 from diloco.transport.swarm.engine import in_short, load_engine
 from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity, make_validator
 from diloco.transport.tcp.doctor import obstacle
 from diloco.waiting import waiting_for
 
-_PROTOCOL = "diloco/2"
+MEMBERS, DOOR = "diloco/2", "diloco/door/1"
+"""Protocols of streams: between the peers of a run, and for whoever asks at the door."""
+
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
 _PING_S = 3.0
 _MOST_RECORDS = 4096  # the most records of a run that are examined
@@ -105,7 +108,7 @@ class Node:
             ) from error
         node = cls(identity, place, p2p, folder)
         try:
-            engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
+            engine.clock.enter(await _clocks_ahead_s(p2p, [peer_of(address) for address in entrance]))
             node._dht = await engine.DHTNode.create(
                 p2p=p2p,
                 # Hivemind draws it from `random`, which programs of one run often seed alike
@@ -128,12 +131,12 @@ class Node:
         known = {str(peer) for peer in protocol.routing_table.uid_to_peer_id.values()}
 
         async def reach(address: str) -> None:
-            peer_id = _peer_of(address)
+            peer_id = peer_of(address)
             with contextlib.suppress(OSError, TimeoutError, load_engine().P2PDaemonError):
                 await within(_PING_S, self._connect(peer_id, [address]))
                 await within(_PING_S, protocol.call_ping(load_engine().PeerID.from_base58(peer_id), validate=False))
 
-        asked = [address for address in self._place.join if _peer_of(address) not in known | {self.peer_id}]
+        asked = [address for address in self._place.join if peer_of(address) not in known | {self.peer_id}]
         await few_at_once(reach, asked)  # each takes a descriptor
 
     async def addresses(self) -> tuple[str, ...]:
@@ -145,13 +148,13 @@ class Node:
         pid: int = self._p2p._child.pid
         return pid
 
-    async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
+    async def open(self, peer_id: str, addresses: Sequence[str] = (), protocol: str = MEMBERS) -> Stream:
         """Open a stream to another peer, and try ``addresses`` if the network does not find it by itself.
 
         Raises:
             OSError: if the peer can't be reached.
         """
-        asked = load_engine().p2pd_pb2.StreamOpenRequest(peer=_bytes_of(peer_id), proto=[_PROTOCOL])
+        asked = load_engine().p2pd_pb2.StreamOpenRequest(peer=_bytes_of(peer_id), proto=[protocol])
         request = self._request("STREAM_OPEN", streamOpen=asked)
         try:
             _, reader, writer = await self._ask(request, about=peer_id)
@@ -162,7 +165,8 @@ class Node:
             _, reader, writer = await self._ask(request, about=peer_id)
         return reader, writer
 
-    async def handle(self, handler: Handler) -> None:
+    async def handle(self, handlers: Mapping[str, Handler]) -> None:
+        """Handle incoming streams, by their protocol."""
         engine = load_engine()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -170,9 +174,9 @@ class Node:
                 info = engine.p2pd_pb2.StreamInfo()
                 await engine.read_pbmsg_safe(reader, info)
                 found = _HOST.search(str(engine.Multiaddr(info.addr)))
-                await handler(str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
-            except (OSError, EOFError, ValueError, asyncio.CancelledError):
-                writer.close()  # the daemon or the peer is ending
+                await handlers[info.proto](str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
+            except (OSError, EOFError, ValueError, TransportError, asyncio.CancelledError):
+                writer.close()  # the daemon or the peer is ending, or it says what is no message
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._writers = {each for each in self._writers if not each.is_closing()} | {writer}
@@ -181,7 +185,7 @@ class Node:
 
         self._server = await asyncio.start_unix_server(accepted, self._folder / "streams")
         listening = engine.Multiaddr(f"/unix{self._folder}/streams").to_bytes()
-        asked = engine.p2pd_pb2.StreamHandlerRequest(addr=listening, proto=[_PROTOCOL], balanced=False)
+        asked = engine.p2pd_pb2.StreamHandlerRequest(addr=listening, proto=list(handlers), balanced=False)
         await self._ask_once(self._request("STREAM_HANDLER", streamHandler=asked))
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
@@ -272,7 +276,12 @@ async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str,
     ``ready`` is called with its addresses once it can be reached. Errors are those of `Node.start`.
     """
     node = await Node.start(load_identity(identity), place)
+
+    async def answer(peer_id: str, _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answer_knock((reader, writer), None, peer_id)
+
     try:
+        await node.handle({DOOR: answer})
         ready(await node.addresses())
         await asyncio.Event().wait()
     finally:
@@ -310,14 +319,14 @@ async def _no_entrance(addresses: Sequence[str], why: str) -> str:
         if not (place := _TCP.match(address)):
             return f"{address} has no host and TCP port. Give an address as the peer printed it"
         problem = await obstacle(place[1], int(place[2]), _PROBE_S)
-        another = f"it is not the peer {_peer_of(address)}; copy the whole address that it printed"
+        another = f"it is not the peer {peer_of(address)}; copy the whole address that it printed"
         return f"{place[1]}:{place[2]}: {problem or another}"
 
     found = dict.fromkeys(await asyncio.gather(*map(examine, addresses)))
     return f"the network can't be entered through {', '.join(addresses)} ({why}). {'. '.join(found)}."
 
 
-def _peer_of(address: str) -> str:
+def peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
 
 

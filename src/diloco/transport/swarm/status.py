@@ -29,6 +29,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import new_secret
 from diloco.transport.swarm.governance import Govern, Governed, Order
 from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity
+from diloco.transport.swarm.node import peer_of
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams
 from diloco.units import visible
 
@@ -183,6 +184,8 @@ class PeerReport:
     status: Status | None = None  # what the peer reports; None if it does not answer
     problem: str = ""  # why the peer does not answer; "" if it does
     finished: bool = False  # whether the peer has announced that it has finished all steps of the run
+    searches: bool = False  # whether the peer has announced that it is looking for the members
+    objection: str = ""  # why it does not answer this one, as the peer says at its door; "": nothing
     route: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
     # seconds from the question to the answer, including opening a stream; None without an answer
     round_trip_s: float | None = None
@@ -203,14 +206,15 @@ class StatusClient:
             since: peer -> the number of the first event to report, which is ``next_event`` in the peer's last answer;
                 0 for peers that are not in it. None asks for no events.
         """
-        records = await self._streams.node.find(self._admission)
-        for record in records:
-            self._streams.know(record.peer_id, record.addresses)
+        records = await self._streams.find()
         asked = {each.peer_id: StatusAsked(None if since is None else since.get(each.peer_id, 0)) for each in records}
         self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
         seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
         there = [each.peer_id for each in seen if each.status]
-        return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
+        seen = await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
+        seen = await few_at_once(self._visited, seen)
+        relays = {*map(peer_of, self._streams.relays())}
+        return [each for each in seen if each.peer_id not in relays]
 
     async def eject(self, peer: str, founder: Identity, file: Path) -> None:
         """Have the members eject a peer, and use a new secret from now on, which is written to ``file``.
@@ -243,14 +247,14 @@ class StatusClient:
         why: list[str] = []
         for address in self._streams.place.join:
             try:
-                place = PeerAddress(address.rpartition("/p2p/")[2])
+                place = PeerAddress(peer_of(address))
                 return place, (await question(await self._streams.open(place), place, Govern(), Governed)).order
             except (OSError, EOFError, TransportError) as error:
                 why.append(str(error) or type(error).__name__)
         raise TransportError(f"no member of the swarm answers: {'; '.join(why)}. Give the address of one with --join.")
 
     async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
-        report = PeerReport(record.peer_id, record.number, finished=record.finished)
+        report = PeerReport(record.peer_id, record.number, finished=record.finished, searches=not record.swarm)
         relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
             return await self._answered(report, record.peer_id, asked, "relayed" if relayed else "direct")
@@ -265,6 +269,13 @@ class StatusClient:
                 return await self._answered(seen, other, StatusAsked(asked.since, seen.peer_id), f"through {other}")
         return seen
 
+    async def _visited(self, report: PeerReport) -> PeerReport:
+        """Ask at the door of a peer of `NodePlace.join` that does not answer."""
+        if report.problem and report.peer_id in self._streams.given:
+            with contextlib.suppress(OSError, EOFError, TransportError):
+                return replace(report, objection=(await self._streams.visit(report.peer_id)).objection)
+        return report
+
     async def _answered(self, report: PeerReport, peer: str, asked: StatusAsked, route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
@@ -276,14 +287,17 @@ class StatusClient:
 
 
 def absences(reports: Sequence[PeerReport]) -> list[str]:
-    """Return why each peer does not answer: "finished", "no answer", or "gone" if no answering peer has it as a member.
+    """Return why each peer does not answer; "" for one that answers.
 
-    It is "" for a peer that answers.
+    It is "refuses" if it says so, "finished", "joining" while it looks for the members, "gone" if no answering peer has
+    it as a member, or "no answer".
     """
     members = {member for each in reports if each.status for member in each.status.members}
     return [
         "" if each.status
+        else "refuses" if each.objection
         else "finished" if each.finished
+        else "joining" if each.searches and members and each.number not in members
         else "gone" if members and each.number not in members
         else "no answer"
         for each in reports

@@ -7,26 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from diloco.errors import ConfigurationError, TransportError
 from diloco.protocol import Entry, Store
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import origin_of
+from diloco.transport.connections.limits import ArrivalLimit, origin_of
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
-from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of, number_of, same_port
-from diloco.transport.swarm.node import Node
+from diloco.transport.swarm.door import Visit, answer_knock, knock
+from diloco.transport.swarm.identity import (
+    Admission,
+    Identity,
+    NodePlace,
+    PeerRecord,
+    identity_of,
+    number_of,
+    same_port,
+)
+from diloco.transport.swarm.node import DOOR, MEMBERS, Node, peer_of
 
 _HANDSHAKE_S = 10.0
+_MOST_KNOCKS, _KNOCKS_S = 64, 16.0  # at the door, of one peer in this time
 _READY = b"?"  # from the side that accepts a stream of libp2p; what came before would be lost to TLS
 _MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity each time
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
@@ -60,8 +73,10 @@ class PeerStreams(TcpStreams):
         self.place = place
         self.port = 0  # at which this peer accepts connections over TCP; 0: none
         self._known: dict[str, tuple[str, ...]] = {}
+        self._relays: set[str] = set()  # peers of ``place.join`` that train nothing
         # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
         self._over_libp2p: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, str]] = WeakKeyDictionary()
+        self._knocks = ArrivalLimit(_MOST_KNOCKS, _KNOCKS_S)
         self._accept: Accept | None = None
         self._node: Node | None = None
 
@@ -96,7 +111,7 @@ class PeerStreams(TcpStreams):
         for host in hosts_in(self.place.listen):
             port = self.port or self.place.direct_port
             self.port = (await super().listen(accept, host, range(port, port + 1), host)).port
-        await self._node.handle(self._take)
+        await self._node.handle({MEMBERS: self._take, DOOR: self._answer_knock})
         return PeerAddress(self._node.peer_id)
 
     async def open(self, address: Address) -> Stream:
@@ -119,6 +134,46 @@ class PeerStreams(TcpStreams):
             writer.close()
             raise
         return self._checked(peer_id, (reader, writer))
+
+    async def visit(self, peer_id: str) -> Visit:
+        """Ask at the door of a peer whether this one can join there.
+
+        Raises:
+            OSError, EOFError, TransportError: it does not answer there.
+        """
+        stream = await self.node.open(peer_id, self._known.get(peer_id, ()), DOOR)
+        visit = await knock(stream, self.admission, self.me)
+        if visit.is_relay:
+            self._relays.add(peer_id)
+        return visit
+
+    async def find(self) -> list[PeerRecord]:
+        """Return the records of the other peers of the run, and one for each peer of `NodePlace.join` that has none.
+
+        Relays are left out.
+        """
+        records = {each.peer_id: each for each in await self.node.find(self.admission)}
+        for peer_id, addresses in self.given.items():
+            if peer_id not in self._relays:
+                unheard = PeerRecord(number_of(peer_id), addresses=addresses, peer_id=peer_id, age_s=math.inf)
+                known = records.setdefault(peer_id, unheard)
+                records[peer_id] = msgspec.structs.replace(known, addresses=(*addresses, *known.addresses))
+        for record in records.values():
+            self.know(record.peer_id, record.addresses)
+        return list(records.values())
+
+    @property
+    def given(self) -> dict[str, tuple[str, ...]]:
+        """The other peers of `NodePlace.join`, with their addresses."""
+        given = dict[str, tuple[str, ...]]()
+        for address in self.place.join:
+            if (peer_id := peer_of(address)) != self.me:
+                given[peer_id] = (*given.get(peer_id, ()), address)
+        return given
+
+    def relays(self) -> tuple[str, ...]:
+        """Return the addresses of `NodePlace.join` that are known to be those of relays."""
+        return tuple(each for peer_id, places in self.given.items() if peer_id in self._relays for each in places)
 
     async def open_directly(self, peer_id: str, places: Sequence[Address]) -> Stream:
         """Open a stream to a peer over TCP, at the first of these addresses that answers.
@@ -204,6 +259,15 @@ class PeerStreams(TcpStreams):
             writer.close()
         else:
             await self._accept(reader, writer)
+
+    async def _answer_knock(
+        self, peer_id: str, _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            if self._knocks.admits([peer_id], asyncio.get_running_loop().time()):
+                await answer_knock((reader, writer), self.admission, peer_id)
+        finally:
+            writer.close()
 
 
 def hosts_in(addresses: Sequence[str]) -> list[str]:

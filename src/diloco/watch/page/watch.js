@@ -268,7 +268,7 @@ const COLUMNS = [
   ["codec", "codec", String],
   ["peer", "peer", String],
 ];
-const BAD = { state: ["no answer", "interrupted"], digest: ["differs"] }, SOME = { state: ["gone", "joining", "it is starting"] };
+const BAD = { state: ["no answer", "refuses", "interrupted"], digest: ["differs"] }, SOME = { state: ["gone", "joining", "it is starting"] };
 
 function renderPeers(run) {
   const peers = run.peers, missed = run.alerts.filter((alert) => alert.kind === "missed").map((alert) => alert.who);
