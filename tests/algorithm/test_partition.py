@@ -24,7 +24,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-@pytest.mark.parametrize("strategy", ["strided", "balanced"])
+@pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_exactly_once_for_every_number_of_fragments(strategy: Any, tied: bool) -> None:
     """For all small numbers of layers and fragments; balanced ones differ by no more than the largest tensor."""
@@ -42,11 +42,19 @@ def test_exactly_once_for_every_number_of_fragments(strategy: Any, tied: bool) -
             partition(model, num_fragments=40, strategy=strategy)
 
 
-def test_strided_takes_every_nth_layer_and_the_rest_travels_apart() -> None:
-    fragments = partition(Decoder(7), num_fragments=4)
+@pytest.mark.parametrize(
+    ("strategy", "layers_of_fragments"),
+    [("strided", [{0, 3, 6}, {1, 4}, {2, 5}]), ("sequential", [{0, 1, 2}, {3, 4}, {5, 6}])],
+)
+def test_fragments_are_every_nth_layer_or_neighbours_and_the_rest_travels_apart(
+    strategy: Any, layers_of_fragments: list[set[int]]
+) -> None:
+    fragments = partition(Decoder(7), num_fragments=4, strategy=strategy)
     assert fragments[0].names == ("embedding.weight", "head.weight")
-    numbers = [{int(name.split(".")[1]) for name in fragment.names} for fragment in fragments[1:]]
-    assert numbers == [{0, 3, 6}, {1, 4}, {2, 5}]
+    assert [{int(name.split(".")[1]) for name in each.names} for each in fragments[1:]] == layers_of_fragments
+
+
+def test_without_parameters_outside_the_layers_the_first_fragment_holds_layers() -> None:
     layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     assert [each.names for each in partition(layers, num_fragments=2)] == [("0.weight", "2.weight"), ("1.weight",)]
 

@@ -10,6 +10,7 @@ parameters, and each rank copies its own shard, which may be empty.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.checks import check_choice, check_whole
+from diloco.algorithm.settings import Strategy
 from diloco.algorithm.tensors import local_shard, named_parameters, shared_memory, unfit_parameter
 from diloco.errors import FragmentError
-
-Strategy = Literal["strided", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def partition(
     - ``strided`` (Streaming DiLoCo's default): fragment 0 holds everything outside the layers (embeddings, head, final
       norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... If the layers hold all parameters, fragment
       0 holds layers, too.
+    - ``sequential`` (the paper's other pattern): as ``strided``, but fragment i >= 1 holds neighbouring layers; if the
+      layers can't be divided evenly, the first fragments hold one more.
     - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
 
     A single fragment holds the whole model. For fragments of your own, construct `FragmentLayout` objects.
@@ -111,7 +113,7 @@ def partition(
     elif strategy == "balanced":
         groups = _balanced(sizes, num_fragments)
     else:
-        groups = _strided(sizes, num_fragments)
+        groups = _whole_layers(sizes, num_fragments, strategy)
     return tuple(
         FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
@@ -202,20 +204,26 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
             shard.copy_(before[name])
 
 
-def _strided(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
+def _whole_layers(
+    sizes: Mapping[str, int], num_fragments: int, strategy: Literal["strided", "sequential"]
+) -> list[list[str]]:
     rest, layers = group_layers(sizes)
     outside = [rest] if rest else []
-    blocks = num_fragments - len(outside)
-    if not 1 <= blocks <= len(layers):
+    num_blocks = num_fragments - len(outside)
+    if not 1 <= num_blocks <= len(layers):
         works = f"1 to {len(layers) + len(outside)} fragments" if layers else "1 fragment"
         balanced = f'partition(model, num_fragments={num_fragments}, strategy="balanced")'
         raise FragmentError(
             f"A model with {len(layers) or 'no numbered'} layers"
-            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} strided "
+            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} {strategy} "
             f"fragments, which consist of whole layers. Use {works}, or fragments={balanced}, which divides parameters "
             "by size alone."
         )
-    return [*outside, *([name for layer in layers[block::blocks] for name in layer] for block in range(blocks))]
+    blocks = [layers[first::num_blocks] for first in range(num_blocks)]
+    if strategy == "sequential":
+        in_order = iter(layers)
+        blocks = [list(itertools.islice(in_order, len(block))) for block in blocks]  # of the same lengths
+    return [*outside, *([name for layer in block for name in layer] for block in blocks)]
 
 
 def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:

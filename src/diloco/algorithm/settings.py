@@ -21,6 +21,8 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import call, is_own, takes
 
+Strategy = Literal["strided", "sequential", "balanced"]
+
 AUTO_MEANS_FROM_REPLICAS = 8  # the least number of replicas for which the mean codec "auto" encodes means
 
 
@@ -132,9 +134,10 @@ class SyncSettings:
     """Inner steps between sending a fragment and merging its average (tau). Default: 1 for streaming, else 0."""
     num_fragments: Annotated[int | None, Meta(ge=1), arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
-    fragment_strategy: Literal["strided", "balanced"] = "strided"
-    """strided: every n-th layer, and one fragment for all parameters outside the layers; balanced: parameters packed
-    into fragments of nearly equal size. A single fragment holds the whole model."""
+    fragment_strategy: Strategy = "strided"
+    """strided: every n-th layer, and one fragment for all parameters outside the layers; sequential: the same with
+    neighbouring layers; balanced: parameters packed into fragments of nearly equal size. A single fragment holds the
+    whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
     """float32, float16, bfloat16, int8, fp4, sign, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
