@@ -120,11 +120,16 @@ def quadratic(seed: int = 0, *, shared: bool = False) -> Gradient:
         generator = torch.Generator().manual_seed(1000 * seed + (0 if shared else replica))
         noise = torch.Generator().manual_seed(100_000 * seed + 100 * step + (0 if shared else replica + 1))
         for parameter in model.parameters():
-            target = torch.randn(parameter.shape, dtype=torch.float32, generator=generator)
-            jitter = 0.1 * torch.randn(parameter.shape, dtype=torch.float32, generator=noise)
+            target = drawn(parameter.shape, generator)
+            jitter = drawn(parameter.shape, noise) / 8
             parameter.grad = parameter.detach() - target + jitter
 
     return gradient
+
+
+def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return random float32 values between -2 and 2. Each processor draws the same, which it does not with `randn`."""
+    return torch.randint(-(2**21), 2**21, tuple(shape), generator=generator) / 2**20
 
 
 BALANCED = {"fragments": partition(Vectors(), num_fragments=3, strategy="balanced")}
