@@ -213,6 +213,8 @@ class Outer:
         self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
         self.codec = make_codec(run.codec)
         self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
+        self.finish_from = run.steps - run.start - run.finish  # counted from the first step of the outer loop
+        self.finish_codec = make_codec(run.finish_codec or run.codec)
         self.average = make_codec(max(each.average for each in self.runs) or "fp4")
         self.averages = torch.tensor([[float(each.average != "")] for each in self.runs], device=stack.device)
         self.globals = [flat(self.tensors(p))[:: stack.replicas].clone() for p in range(number)]
@@ -239,18 +241,27 @@ class Outer:
 
     def step(self, step: int) -> None:
         """Send and merge what is due after inner step ``step``, counted from the first of the outer loop."""
+        finished = self.finished(step)
+        at_once = finished > 0 and not self.runs[0].finish_overlap
         for action in self.schedule.actions(step):
             if isinstance(action, Send):
-                self.send(action.fragment)
-            elif action.fragment in self.flights:
-                self.merge(action.fragment)
+                self.send(action.fragment, self.finish_codec if finished > 0 else self.codec)
+            if action.fragment in self.flights and (at_once or not isinstance(action, Send)):
+                self.merge(action.fragment, finished)
 
-    def send(self, p: int) -> None:
+    def finished(self, step: int) -> float:
+        """Return how far the outer step after inner step ``step`` is a plain average: 0 not at all, 1 wholly."""
+        passed = step - self.finish_from
+        if passed <= 0:
+            return 0.0
+        return min(1.0, passed / self.runs[0].finish) if self.runs[0].finish_decay else 1.0
+
+    def send(self, p: int, codec: Codec) -> None:
         local = flat(self.tensors(p))
         sent = self.by_replica(self.globals[p]) - local
         if self.runs[0].error_feedback:
             sent += self.runs[0].error_feedback * self.residuals.get(p, torch.zeros_like(sent))
-        received = decoded(self.codec, sent)
+        received = decoded(codec, sent)
         self.residuals[p] = sent - received
         mean = self.mean(received)
         if self.runs[0].senders:
@@ -259,7 +270,7 @@ class Outer:
         if self.runs[0].isotropic or self.runs[0].singular_power != 1:
             self.change_singular_values(p, mean)
         self.flights[p] = local, mean
-        self.sent_bytes += self.codec.payload_bytes(local.shape[1])
+        self.sent_bytes += codec.payload_bytes(local.shape[1])
         if tensors := self.momenta(p):  # changes of the last mean travel
             momenta = flat(tensors)
             last = self.means.get(p, self.mean(torch.zeros_like(momenta)))
@@ -267,15 +278,17 @@ class Outer:
             self.flights[p] += ((self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages),)
             self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
 
-    def merge(self, p: int) -> None:
+    def merge(self, p: int, finished: float) -> None:
+        """Take the outer step of fragment ``p``; see `finished`."""
         sent, average, *changes = self.flights.pop(p)
+        rate, mu = torch.lerp(self.rate, torch.ones_like(self.rate), finished), self.mu * (1 - finished)
         if self.runs[0].evaluated_momentum >= 0:
-            fast = self.fast[p].sub_(average * self.rate / (1 - self.mu))
+            fast = self.fast[p].sub_(average * rate / (1 - mu))
             self.averaged[p].lerp_(fast, 1 - self.runs[0].evaluated_momentum)
-            self.globals[p].copy_(torch.lerp(fast, self.averaged[p], self.mu))
+            self.globals[p].copy_(torch.lerp(fast, self.averaged[p], mu))
         else:
-            velocity = self.velocities[p].mul_(self.mu).add_(average)
-            self.globals[p].sub_((velocity * self.mu).add_(average).mul_(self.rate))
+            velocity = self.velocities[p].mul_(mu).add_(average)
+            self.globals[p].sub_((velocity * mu).add_(average).mul_(rate))
         for values, part in parts(self.tensors(p), self.by_replica(self.globals[p]) - sent):
             values += part
         for change in changes:
@@ -370,7 +383,7 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, An
             outer.step(step + 1)
         if step + 1 == steps and outer is not None:
             for p in list(outer.flights):
-                outer.merge(p)
+                outer.merge(p, outer.finished(steps))
         if step + 1 >= (1 - max(SHARES)) * steps and (step + 1) % 10 == 0:
             history.append(outer.parameters() if outer is not None else stack.parameters())
     counts = [1, *(max(1, round(share * steps / 10)) for share in SHARES)]

@@ -47,6 +47,10 @@ class Run:
     singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
     isotropic: bool = False  # the mean of a matrix gets about equal singular values, as in `diloco.algorithm.isotropic`
     evaluated_momentum: float = -1.0  # 2512.17131: of the average that is evaluated, if it is not the outer momentum
+    finish: int = 0  # the last steps, whose means move the global parameters by a rate of 1 without momentum
+    finish_decay: bool = False  # rate and momentum go there in a straight line over these steps
+    finish_overlap: bool = True  # off: a mean of these steps is merged in the step in which it is sent
+    finish_codec: str = ""  # of these steps, if it is another
     average: str = ""  # the codec of the averaged momenta's changes; "": they are not averaged
 
     def changes(self) -> dict[str, Any]:
@@ -88,6 +92,8 @@ ISOTROPIC: Settings = {"isotropic": True}
 SIGN: Settings = {"codec": "sign", "error_feedback": 1.0}
 ENCODED: Settings = DATA_PARALLEL | SIGN | {"encoded_gradients": True}
 OFTEN: Settings = {"inner_steps": 2, "overlap_steps": 0} | SUM
+GAIN: Settings = outer(1.0, 0.6)
+FINISH: Settings = GAIN | {"finish": 60}
 ONE: Settings = {"replicas": 1}
 EIGHT: Settings = ADAMW | rate(3e-3) | {"replicas": 8}
 BATCHES = {8: (5.6e-3, 8e-3), 32: (1.13e-2, 1.6e-2)}  # sequences in a step: rates
@@ -192,6 +198,24 @@ GROUPS = {
         QUICK_START | {"model": "6M"},
         *(QUICK_START | {"model": "6M"} | DATA_PARALLEL | rate(r) for r in (8e-3, 1.6e-2)),
         seeds=(0,),
+    ),
+    "finish": [
+        *each(FINISH | {"finish_overlap": False}, seeds=(0,)),
+        *each(GAIN, FINISH, DATA_PARALLEL | rate(1.6e-2)),
+        *each(
+            *(FINISH | {"finish": steps, "finish_decay": True} for steps in (60, 120, 240)),
+            *(FINISH | {"finish": steps} for steps in (20, 120)),
+            FINISH | {"finish_codec": "float32"},
+            SIGN | OFTEN | {"finish": 60},
+            seeds=(0,),
+        ),
+        *each(QUICK_START | {"finish": 60}),
+        *each(SIGN | OFTEN | {"finish": 60}, seeds=(1, 2)),
+        *each(FINISH | {"finish": 120, "finish_decay": True}, seeds=(1, 2)),
+        *each(ADAMW | rate(3e-3) | outer(0.7, 0.8) | {"finish": 60}),
+    ],
+    "finish, other numbers of replicas": each(
+        *({"replicas": number} | way for number in (2, 8) for way in (GAIN, FINISH)), seeds=(0,)
     ),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(

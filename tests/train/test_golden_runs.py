@@ -2,8 +2,8 @@
 
 Over the other transports, and moved between them: `tests/train/test_state.py`.
 
-All arithmetic of the model is elementwise, rates are powers of two, and weights are `drawn`, so that the digest does not
-depend on how a processor multiplies matrices, fuses a product with a sum, or computes a logarithm.
+All arithmetic of the model is elementwise, rates are powers of two, and weights are `drawn`, so that the digest does
+not depend on how a processor multiplies matrices, fuses a product with a sum, or computes a logarithm.
 """
 
 import hashlib
