@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,38 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def write_base(
-    place: Path, *, seed: int = 0, template: str | None = TEMPLATE, name: str = "Llama", **changes: Any
+    place: Path,
+    *,
+    seed: int = 0,
+    template: str | None = TEMPLATE,
+    marked: bool = True,
+    name: str = "Llama",
+    **changes: Any,
 ) -> Path:
-    """Create a transformers folder with weights and a byte tokenizer that has the special tokens of ChatML."""
+    """Create a transformers folder with weights and the tokenizer of `write_tokenizer`."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    write_tokenizer(place, template=template)
+    write_tokenizer(place, template=template, marked=marked)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config_of(name, max_position_embeddings=256, **changes)).save_pretrained(place)
     return place
 
 
-def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Save only the tokenizer."""
-    from tokenizers import Tokenizer
+def write_tokenizer(
+    place: Path, *, template: str | None = TEMPLATE, tokens: Sequence[str] = SPECIAL[1:], marked: bool = True
+) -> Path:
+    """Save a byte tokenizer with more ``tokens``, by default those of ChatML, which may be ``marked`` as special."""
+    from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     from diloco.data import ByteTokenizer
 
     tokenizer = Tokenizer.from_str(ByteTokenizer().to_json())
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([SPECIAL[0]])
+    added = [AddedToken(token, special=marked, normalized=False) for token in tokens]
+    (tokenizer.add_special_tokens if marked else tokenizer.add_tokens)(added)
     library = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
     library.chat_template = template
     library.save_pretrained(place)

@@ -182,7 +182,7 @@ def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, i
             torch.Generator(),
             max_new_tokens=most_tokens,
             sampling=Sampling(temperature=0),
-            stop_tokens=[tokenizer.answer_end, tokenizer.eos_id],
+            stop_tokens=[*tokenizer.answer_ends, tokenizer.eos_id],
             window=LENGTH,
         )
         right.append(tokenizer.decode(list(tokens)).strip() == answer["content"].strip())

@@ -26,7 +26,7 @@ ANSWERS = {"red?": "rot", "blue?": "blau"}
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a base model, a fine-tuned run that has learned two answers, and questions."""
     folder = tmp_path_factory.mktemp("finetune")
-    base = write_base(folder / "base", hidden_size=32, intermediate_size=48, initializer_range=0.5)
+    base = write_base(folder / "base", marked=False, hidden_size=32, intermediate_size=48, initializer_range=0.5)
     known = [asked(question, answer) for question, answer in ANSWERS.items()]
     data = write_records(folder / "data.jsonl", [{**each, "copy": copy} for copy in range(30) for each in known])
     words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora-rank 8 --steps 40
@@ -75,6 +75,36 @@ def test_a_conversation_line_by_line(
     assert output_of(capsys, "generate", place / "run", "--chat", "--prompt", "red?", "--temperature", "0") == "rot\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("blue?\n"))
     assert output_of(capsys, "generate", place / "run", "--chat", "--temperature", "0") == "blau\n"
+
+
+@pytest.mark.parametrize("words", [["--prompt", "red?<|im_end|>"], ["--prompt", "red?", "--system", "<|im_start|>"]])
+def test_a_question_that_writes_a_token_of_the_template_is_refused(
+    place: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(place / "run"), "--chat", *words]) == 2
+    told = capsys.readouterr()
+    assert "writes '<|im_" in told.err
+    assert told.out == ""
+
+
+def test_a_person_who_is_asked_again_may_leave_it_out(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("red?<|im_end|>\nred?\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    told = output_of(capsys, "generate", place / "run", "--chat", "--temperature", "0")
+    assert "Leave it out.\n> rot\n" in told
+
+
+def test_a_model_without_a_template_is_asked_with_the_one_that_its_message_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(write_base(tmp_path / "base", template=None)), "--chat", "--prompt", "red?"]
+    assert main(words) == 1
+    assert "--data.format plain works with every tokenizer" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--tokens", "3", "--data.format", "plain"]) == 0
+    assert main([*words[:2], "--prompt", "red?", "--data.format", "plain"]) == 2
+    assert main([*words, "--data.format", "plane"]) == 2
 
 
 def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,7 @@ def test_a_model_is_asked_with_the_tokens_that_it_learned_an_answer_after(
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert bool(example.counted[len(prompt) :].all())
     answers = "".join(f"{answer}<|im_end|>\n" for _, answer in turns)
-    assert (counted(example), all_count, chatml.answer_end) == (answers, True, 258)
+    assert (counted(example), all_count, chatml.answer_ends) == (answers, True, {258})
 
 
 TURNS = [*asked("a", "b")["messages"], *asked("c", "d")["messages"]]
@@ -260,7 +260,7 @@ def test_a_special_token_without_a_text_is_in_no_text(folder: Path, tmp_path: Pa
     library = AutoTokenizer.from_pretrained(folder)
     library.pad_token = ""
     library.save_pretrained(tmp_path)
-    assert not ChatTokenizer(str(tmp_path)).holds_special("hello")
+    assert ChatTokenizer(str(tmp_path)).control_token([{"role": "user", "content": "hello"}]) is None
 
 
 def test_messages_need_a_template(tokenizer_of: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diloco.data import ByteTokenizer, DataSettings, Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer
-from diloco.trained import Sampling, generate, text_of
+from diloco.trained import Sampling, generate, text_of, without_end
 from tests.model.decoders import build_lively
 
 SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
@@ -157,3 +157,11 @@ BPE = make_tokenizer(DataSettings(tokenizer="bpe:275"), ["abab cabab ümlaut abc
 )
 def test_pieces_together_are_the_text(tokens: list[int], tokenizer: Tokenizer) -> None:
     assert "".join(text_of(tokens, tokenizer)) == tokenizer.decode(tokens)
+
+
+def test_a_closing_that_is_text_is_not_part_of_an_answer() -> None:
+    for pieces in (["yes", "\n", "\n"], ["yes\n\n"], ["yes"], ["y", "es\n\n"]):
+        assert "".join(without_end(pieces, "\n\n")) == "yes"
+    for pieces in (["a\n\nb", "\n"], ["a\n", "\nb\n"], [*"a\n\nb\n"]):
+        assert "".join(without_end(pieces, "\n\n")) == "a\n\nb\n"
+    assert "".join(without_end(["yes"], "")) == "yes"

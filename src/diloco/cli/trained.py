@@ -14,6 +14,7 @@ from msgspec import Meta
 from tyro.conf import Positional, arg
 
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
+from diloco.data import template_file
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.events import to_json
@@ -155,6 +156,8 @@ class GenerateOptions(AppliedOptions):
     """Text to continue. Default: none, so that the text is a new document."""
     chat: bool = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
+    format: Annotated[str, arg(aliases=["--data.format"], metavar="{chat,chatml,plain,FILE.jinja}")] = "chat"
+    """--chat: the chat template, as in training. Default: the model's own."""
     system: str = ""
     """--chat: system message at the beginning of the conversation."""
     tokens: Annotated[int, Meta(ge=0)] = 200
@@ -174,6 +177,9 @@ class GenerateOptions(AppliedOptions):
             raise ConfigurationError("--chat can't be combined with --json. Leave one of them out.")
         if self.system and not self.chat:
             raise ConfigurationError("--system needs --chat.")
+        if self.format != "chat" and not self.chat:
+            raise ConfigurationError(f"--format {self.format} needs --chat.")
+        template_file(self.format)
 
 
 def run_generate(arguments: Sequence[str]) -> int:
@@ -196,7 +202,7 @@ def run_generate(arguments: Sequence[str]) -> int:
         return text_of(generate(trained.model, prompt, generator, **how), tokenizer)
 
     if options.chat:
-        return _chat(options, trained.chat_tokenizer(), pieces)
+        return _chat(options, trained.chat_tokenizer(options.format), pieces)
     tokenizer, prompt = trained.tokenizer, options.prompt
     text = pieces(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], tokenizer.eos_id)
     if options.json:
@@ -210,16 +216,29 @@ def run_generate(arguments: Sequence[str]) -> int:
 
 
 def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
-    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
+    from diloco.trained import without_end
+
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    messages = [*system]
     asks = not options.prompt and sys.stdin.isatty()
     questions = iter([options.prompt]) if options.prompt else (line.rstrip("\n") for line in sys.stdin)
     while True:
         print("> " if asks else "", end="", flush=True)
         if (question := next(questions, None)) is None:
             return 0
-        messages.append({"role": "user", "content": question})
-        answer = _show(pieces(tokenizer, tokenizer.prompt(messages), tokenizer.answer_end, tokenizer.eos_id))
-        messages.append({"role": "assistant", "content": answer})
+        asked = {"role": "user", "content": question}
+        if (token := tokenizer.control_token([*system, asked])) is not None:
+            problem = (
+                f"The question or --system writes {token!r}, which begins or ends a message for the model, and which "
+                "no conversation in training may hold. Leave it out."
+            )
+            if not asks:
+                raise ConfigurationError(problem)
+            print(problem)
+            continue
+        messages.append(asked)
+        answer = pieces(tokenizer, tokenizer.prompt(messages), *tokenizer.answer_ends, tokenizer.eos_id)
+        messages.append({"role": "assistant", "content": _show(without_end(answer, tokenizer.closing))})
 
 
 def _show(pieces: Iterable[str]) -> str:

@@ -155,7 +155,7 @@ def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
     chosen = {name: value for name, value in flatten(saved).items() if name in places and value != usual[name]}
     if saved.data.bpe_vocab_size is not None:
         chosen.pop("data.tokenizer")
-    if saved.data.chat_template is None:
+    if not saved.data.names_file:
         chosen.pop("data.format", None)
     if chosen.pop("checkpoint.mirror", url) != url:  # this is a copy, and the original may be in use
         chosen["checkpoint.mirror"] = url

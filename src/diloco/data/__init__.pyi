@@ -15,6 +15,7 @@ from .corpus import build_corpus as build_corpus
 from .corpus import corpus_vocabulary_size as corpus_vocabulary_size
 from .corpus import heldout_data as heldout_data
 from .settings import DataSettings as DataSettings
+from .settings import template_file as template_file
 from .source import Source as Source
 from .source import split_documents as split_documents
 from .tokenizer import ByteTokenizer as ByteTokenizer

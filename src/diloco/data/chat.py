@@ -12,24 +12,22 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.settings import DataSettings
+from diloco.data.settings import TEMPLATES, DataSettings, template_file
 from diloco.data.source import Source, checked_text, is_heldout, warn_once
+from diloco.data.template import Marks, Message, Probe, Tools
 from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
-
-Message: TypeAlias = Mapping[str, Any]  # ``role``, ``content``, and whatever else the template accepts
-Tools: TypeAlias = Sequence[Mapping[str, Any]]  # descriptions of tools, for the template
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
@@ -38,7 +36,7 @@ _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no exampl
 _NOTES = {
     "cut": "cut at {length} tokens",
     "unanswered": "left out because they have no answer to learn, or none before the cut",
-    "special": "left out because their text contains a special token of the tokenizer",
+    "control": "left out because their text contains a special token of the tokenizer or of the template",
     "partial": "in which not every answer counts, because the template renders earlier ones differently",
 }
 """How conversations are changed or left out."""
@@ -91,15 +89,21 @@ def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter
 
     Count by `_NOTES` what is left out or changed.
     """
-    messages, learned, tools, unused = _read(_without_nulls(record))
+    fields = _without_nulls(record)
+    needs_template = tokenizer.has_template or not _is_completion(fields)
+    messages, learned, tools, unused = _read(fields)
     for name in sorted(unused):
         warn_once(f"The field {name!r} of conversations is not used.")
-    if any(map(tokenizer.holds_special, _texts([messages, tools]))):
-        counts["special"] += 1
+    if needs_template and tokenizer.control_token(messages, tools) is not None:
+        counts["control"] += 1
         return None
     if any(learned):
         size = len(learned) - learned[::-1].index(True)  # what follows the last answer is left out
-        whole, all_count = tokenizer.conversation(messages[:size], learned[:size], tools)
+        if needs_template:
+            whole, all_count = tokenizer.conversation(messages[:size], learned[:size], tools)
+        else:
+            prompt, answer = (str(message["content"]) for message in messages)
+            whole, all_count = tokenizer.completion(prompt, answer), True
         counts["partial"] += not all_count
         example = Example(whole.tokens[:length], whole.counted[:length])
         if example.counted.any():
@@ -181,6 +185,12 @@ def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
+_OF_TEMPLATE = {
+    *(("role", role) for role in ("system", "developer", "user", "assistant", "tool", "function")),
+    ("type", "function"),
+}
+"""Values by which templates choose what they write."""
+
 _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
 """Names of fields that may say what is learned. Only ``weight`` of a message can be followed."""
 
@@ -212,6 +222,13 @@ def _read(fields: Any) -> tuple[list[dict[str, Any]], list[bool], list[dict[str,
         raise DataError(f"tools must be a list of objects, or the same as JSON, got {odd[0]!r:.80}.")
     messages = [_message(turn) for turn in turns]
     return [message for message, _ in messages], [learned for _, learned in messages], tools, {*fields}
+
+
+def _is_completion(fields: Any) -> bool:
+    """Return whether a record is a prompt and its completion, both of them plain text, which need no template."""
+    if not isinstance(fields, dict) or fields.keys() & {"messages", "system", "tools"}:
+        return False
+    return isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str)
 
 
 def _turns(name: str, value: Any, role: str = "") -> list[Any]:
@@ -274,6 +291,22 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
+def _apart(value: Any, marks: Collection[str], name: str = "") -> Any:
+    """Return a JSON value in whose strings question marks replace what may be a part of one of ``marks``."""
+    if isinstance(value, dict):
+        return {key: _apart(each, marks, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_apart(each, marks) for each in value]
+    if not isinstance(value, str) or (name, value) in _OF_TEMPLATE:
+        return value
+    if any(value.strip() in mark for mark in marks):
+        return "?" * len(value)
+    parts = [(mark[:size], mark[size:]) for mark in marks for size in range(1, len(mark))]
+    end = max((len(first) for first, _ in parts if value.endswith(first)), default=0)
+    begin = max((len(last) for _, last in parts if value.startswith(last)), default=0)
+    return "?" * begin + value[begin : len(value) - end] + "?" * end
+
+
 def _without_nulls(value: Any) -> Any:
     """Return a value without the nulls of its objects; those in lists stay."""
     if isinstance(value, list):
@@ -298,33 +331,42 @@ def _listed(value: Any) -> list[Any]:
 
 
 class ChatTokenizer(Tokenizer):
-    """The tokenizer of a ``transformers`` folder, with its chat template and special tokens.
+    """The tokenizer of a ``transformers`` folder, with its chat template and the tokens that separate messages.
 
     It renders and tokenises conversations and finds the answers in them.
 
     Args:
         place: the folder, or ``hf:NAME``.
-        template: a Jinja file to use instead of the folder's own template.
+        format: a Jinja file, or the name of a template of `TEMPLATES`, to use instead of the folder's own template.
     """
 
-    def __init__(self, place: str, template: Path | None = None) -> None:
+    def __init__(self, place: str, format: str = "chat") -> None:
         library = library_tokenizer(place, "finetune", "A conversation needs transformers")
         super().__init__(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=place)
-        if template is not None:
-            try:
-                library.chat_template = template.read_text("utf-8-sig")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
         self._library, self._place = library, place
-        added = library.added_tokens_decoder.values()
-        special = sorted({*library.all_special_tokens, *(str(token) for token in added if token.special)})
-        self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True) if each))
-        self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
-        if library.chat_template:
-            answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-            _, shown, rest = self._render(answer, ()).rpartition("answer")
-            ids = {*library.convert_tokens_to_ids(special)} if shown else set()
-            self.answer_end = next((int(index) for index in self._tokens(rest)[0] if index in ids), self.eos_id)
+        if (template := template_file(format)) is not None:
+            library.chat_template = _read_template(template, format)
+            words = re.findall(r"<\|\w+\|>", library.chat_template) if format in TEMPLATES else []
+            if missing := {*words} - library.get_vocab().keys():
+                raise ConfigurationError(
+                    f"{place} has no token {min(missing)}, which data.format={format} needs: a text could spell it. "
+                    "Use --data.format plain, which needs no tokens of its own."
+                )
+        self.has_template = bool(library.chat_template)
+        self._added = {*library.added_tokens_decoder}
+        special = {*library.all_special_tokens, *(str(t) for t in library.added_tokens_decoder.values() if t.special)}
+        self.answer_ends: frozenset[int] = frozenset()  # any of these tokens ends an answer
+        marks = Probe(self._render, self._added_in, self._learned_in).marks() if self.has_template else Marks()
+        self.answer_ends = marks.ends or frozenset({self.eos_id})
+        self.closing = marks.closing  # text between an answer and the token that ends it
+        self._separators = marks.control | self.answer_ends  # tokens that begin or end messages
+        # no text may hold these; what is unknown to the vocabulary may be in any
+        self._control = self._separators | {*library.convert_tokens_to_ids(sorted(special))} - {library.unk_token_id}
+        if not marks.end_is_learned:
+            warn_once(
+                f"The chat template of {place} does not mark the token that ends an answer as part of it, so models do "
+                "not learn to end answers. Move the token in front of {% endgeneration %}."
+            )
 
     def save(self, folder: Path) -> None:
         """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
@@ -332,9 +374,45 @@ class ChatTokenizer(Tokenizer):
         # several templates go into ``tokenizer_config.json``, since only files are exported and mirrored
         self._library.save_pretrained(folder, save_jinja_files=isinstance(self._library.chat_template, str))
 
-    def holds_special(self, text: str) -> bool:
-        """Return whether a text spells out a special token, which would end its own part of a conversation."""
-        return self._special.search(text) is not None
+    def control_token(self, messages: Sequence[Message], tools: Tools = ()) -> str | None:
+        """Return a token that begins or ends messages and that the texts of a conversation write; None without one.
+
+        A text may also write only a part of it, and the template the rest.
+        """
+        text = checked_text("\n".join(_texts([messages, tools])), self._place, "conversation")
+        encoded = self._library.backend_tokenizer.encode(text, add_special_tokens=False)
+        written = [index for index in encoded.ids if index in self._control]
+        separators = self._library.convert_ids_to_tokens(sorted(self._separators))
+        apart = [_apart(message, separators) for message in messages]
+        if not written and apart != [*messages]:
+            together, alone = (self._separators_in(each, tools) for each in (messages, apart))
+            written = [*(Counter(together) - Counter(alone)), *(Counter(alone) - Counter(together))]
+        return str(self._library.convert_ids_to_tokens(written[0])) if written else None
+
+    def _separators_in(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        tokens = self._tokens(self._render(messages, tools))[0].tolist()
+        return [index for index in tokens if index in self._separators]
+
+    def _added_in(self, text: str) -> list[tuple[int, int]]:
+        tokens, spans = self._tokens(text)
+        found = zip(tokens.tolist(), spans.tolist(), strict=True)
+        # some vocabularies have runs of white space among them
+        return [(index, begin) for index, (begin, end) in found if index in self._added and text[begin:end].strip()]
+
+    def _learned_in(self, messages: Sequence[Message], tools: Tools) -> Collection[int]:
+        example, _ = self.conversation(messages, tools=tools)
+        return [int(index) for index in example.tokens[example.counted]]
+
+    def completion(self, prompt: str, completion: str) -> Example:
+        """Tokenise a prompt and what follows it as a document, of which only the latter counts, with its end.
+
+        Its first tokens are those of `encode` of the prompt.
+        """
+        before, tokens = self.encode(prompt), self.encode(prompt + completion)
+        if tokens[: len(before)] != before:  # a token crosses the border
+            tokens = [*before, *self.encode(completion)[len(self.encode("")) :]]
+        counted = np.arange(len(tokens) + 1) >= max(1, len(before))
+        return Example(np.array([*tokens, self.eos_id], dtype=self.dtype), counted)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
@@ -350,6 +428,8 @@ class ChatTokenizer(Tokenizer):
         the conversation up to it. If the template marks answers itself (``{% generation %}``), only what it marks
         counts. If the end of the prompt (``<think>``) is missing before an answer, the answer runs from where it
         differs from the prompt. ``learned`` says for each message whether it counts, if it is an answer.
+
+        An end-of-document token is added behind the last answer if the template writes no token there that ends it.
 
         Returns:
             The example, and whether all answers to learn count. Some templates render earlier answers differently once
@@ -383,7 +463,16 @@ class ChatTokenizer(Tokenizer):
                 all_count = False
         counted &= marked
         counted[:1] = False
+        if messages[-1]["role"] == "assistant" and not self._is_ended(tokens, counted):
+            tokens, counted = np.append(tokens, tokens.dtype.type(self.eos_id)), np.append(counted, True)
         return Example(tokens, counted), all_count
+
+    def _is_ended(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> bool:
+        """Return whether a token ends the last answer that counts, if there is one. Some templates end it by text."""
+        if not counted.any() or not self.answer_ends:
+            return True
+        before = np.flatnonzero(~counted[: np.flatnonzero(counted)[-1]])[-1]  # the first token never counts
+        return not {*self.answer_ends, self.eos_id}.isdisjoint(tokens[before:].tolist())
 
     def _span(self, messages: Sequence[Message], number: int, whole: str, tools: Tools) -> tuple[int, int] | None:
         """Return where an answer begins and ends in the text of its conversation; None if that isn't clear."""
@@ -412,8 +501,9 @@ class ChatTokenizer(Tokenizer):
         """Return the template, of several the one that the library takes; it shows one date, whatever the day is."""
         if not self._library.chat_template:
             raise DataError(
-                f"{self._place} has no chat template, which messages need. Give a template (--data.format "
-                "FILE.jinja), or the folder of a chat model."
+                f"{self._place} has no chat template, which messages need. Choose one: --data.format plain works with "
+                f"every tokenizer, {' and '.join(sorted({*TEMPLATES} - {'plain'}))} with those that have its tokens, "
+                "FILE.jinja is one of your own."
             )
         template = self._library.get_chat_template(tools=tools or None)
         return _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
@@ -431,3 +521,10 @@ class ChatTokenizer(Tokenizer):
                 f"The chat template of {self._place} refused a conversation with the roles "
                 f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
+
+
+def _read_template(file: Path, format: str) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"data.format={format} can't be read: {error}.") from error

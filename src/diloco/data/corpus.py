@@ -74,10 +74,10 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
 def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
     if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
         raise ConfigurationError(
-            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
-            "--model or data.tokenizer."
+            f"data.format={settings.format!r} needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model "
+            "folder as --model or data.tokenizer."
         )
-    tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
+    tokenizer = ChatTokenizer(settings.tokenizer, settings.format)
     train, heldout, notes = chat_rows(settings, tokenizer, length)
     size = (
         f"{train.documents:,} conversations in {train.num_windows(length):,} rows of {length} tokens, "

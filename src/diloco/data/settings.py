@@ -17,6 +17,29 @@ from diloco.private_files import check_url
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 
+TEMPLATES = ("chatml", "plain")
+"""The chat templates that come with the package, in ``templates``."""
+
+
+def template_file(format: str) -> Path | None:
+    """Return the chat template that a format of conversations names; None: that of the tokenizer.
+
+    Raises:
+        ConfigurationError: it is no such format.
+    """
+    if format == "chat":
+        return None
+    if format in TEMPLATES:
+        return Path(__file__).with_name("templates") / f"{format}.jinja"
+    if format.endswith(".jinja"):
+        return Path(format).expanduser()
+    names = "chat", *TEMPLATES
+    raise ConfigurationError(
+        f"data.format={format!r} is none of text, {', '.join(names)}, nor a .jinja file; "
+        f"{nearest(format, ('text', *names))}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Where the text comes from and how it becomes tokens."""
@@ -26,10 +49,10 @@ class DataSettings:
     made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
     text_field: str = "text"
     """Field of records that holds the text."""
-    format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
+    format: Annotated[str, arg(metavar="{text,chat,chatml,plain,FILE.jinja}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers: records with the field
-    messages, or the fields prompt and completion. A Jinja file: the same, with this chat template instead of the
-    tokenizer's own."""
+    messages, or the fields prompt and completion. chatml, plain, or a Jinja file: the same, with this chat template
+    instead of the tokenizer's own; plain works with every tokenizer."""
     packing: Literal["joined", "masked", "single"] | None = None
     """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
     single: each sequence holds one conversation. Default: joined, or masked with format chat."""
@@ -46,9 +69,9 @@ class DataSettings:
         return self.format != "text"
 
     @property
-    def chat_template(self) -> Path | None:
-        """The Jinja file to use instead of the tokenizer's own template."""
-        return Path(self.format) if self.format.endswith(".jinja") else None
+    def names_file(self) -> bool:
+        """Whether the format is a file of the user's."""
+        return self.format.endswith(".jinja")
 
     @property
     def document_masks(self) -> bool:
@@ -62,9 +85,8 @@ class DataSettings:
         return None if kind != "bpe" else int(size) if size.isdecimal() else -1 if size else 4096
 
     def __post_init__(self) -> None:
-        if self.format not in ("text", "chat") and self.chat_template is None:
-            hint = nearest(self.format, ("text", "chat"))
-            raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
+        if self.format != "text":
+            template_file(self.format)
         if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
             raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
         check_ranges(self, "data.")
@@ -76,11 +98,11 @@ class DataSettings:
             )
         if self.chat and self.streaming:
             raise ConfigurationError(
-                "data.streaming can't be combined with data.format='chat', which reads all conversations before "
-                "training. Leave it out."
+                f"data.streaming can't be combined with data.format={self.format!r}, which reads all conversations "
+                "before training. Leave it out."
             )
         if self.chat and not self.paths:
-            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl or hf:NAME.")
+            raise ConfigurationError(f"data.format={self.format!r} needs conversations: --data FILE.jsonl or hf:NAME.")
         for place in self.paths:
             check_url(place)
 
@@ -91,7 +113,7 @@ class DataSettings:
             self,
             paths=tuple(map(_absolute, self.paths)),
             tokenizer=self.tokenizer if named else _absolute(self.tokenizer),
-            format=self.format if self.chat_template is None else _absolute(self.format),
+            format=_absolute(self.format) if self.names_file else self.format,
         )
 
 

@@ -12,3 +12,4 @@ from .text import Sampling as Sampling
 from .text import evaluate as evaluate
 from .text import generate as generate
 from .text import text_of as text_of
+from .text import without_end as without_end

@@ -75,9 +75,9 @@ class Trained:
         stored = (folder / name).read_text("utf-8", errors="replace") if (folder / name).is_file() else ""
         return (folder / "chat_template.jinja").is_file() or '"chat_template"' in stored
 
-    def chat_tokenizer(self) -> ChatTokenizer:
-        """Return its tokenizer with the chat template."""
-        return ChatTokenizer(str(self._tokenizer_folder))
+    def chat_tokenizer(self, format: str = "chat") -> ChatTokenizer:
+        """Return its tokenizer with the chat template, or another one, as `DataSettings.format` names it."""
+        return ChatTokenizer(str(self._tokenizer_folder), format)
 
     @property
     def _tokenizer_folder(self) -> Path:
@@ -342,7 +342,7 @@ def export_huggingface(
         generation.bos_token_id = config.bos_token_id
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
-        generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
+        generation.eos_token_id = sorted({chat.eos_id, *chat.answer_ends})
     origin = {"model": asdict(replace(native, max_sequence_length=longest))} if native else {}
     with _writing(folder, overwrite, trained, dtype, origin) as partial:
         made.save_pretrained(partial)

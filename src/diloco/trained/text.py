@@ -221,3 +221,18 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     yield from (decoder.decode(tokenizer.as_bytes(token)) for token in tokens)
     yield decoder.decode(b"", final=True)
+
+
+def without_end(pieces: Iterable[str], end: str) -> Iterator[str]:
+    """Yield the pieces of a text without ``end`` at its end; what may be the beginning of it is kept back.
+
+    >>> list(without_end(["a", "\\n", "b", "\\n"], "\\n"))
+    ['a', '', '\\nb', '']
+    """
+    kept = ""
+    for piece in pieces:
+        text = kept + piece
+        kept = next(end[:size] for size in range(min(len(text), len(end)), -1, -1) if text.endswith(end[:size]))
+        yield text[: len(text) - len(kept)]
+    if kept != end:
+        yield kept
