@@ -45,7 +45,7 @@ def _random_corpus(job: Job, batches: int) -> Corpus:
     assert vocab_size is not None, "the model must set its vocabulary size"
     count = batches * job.batch_size * job.sequence_length + 1
     tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.uint16)
-    return Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), "random", about="random tokens")
+    return Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), "random", {"data": "random tokens"})
 
 
 def make_session(

@@ -7,6 +7,7 @@ import secrets
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import ConfigurationError
 
@@ -30,6 +31,21 @@ def check_url(url: str) -> None:
     # older versions of fsspec render templates of a reference file without a sandbox; dask unpickles what it gets
     if re.search(r"(?:^|::)(?:reference|dask):", url):
         raise ConfigurationError(f"{shown} can run code of whoever has written it, so it can't be used.")
+
+
+def open_store(url: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of fsspec that a URL or path names, and the path in it.
+
+    The instance is a new one without a cache of listings, also below a chained one (``simplecache::s3://...``). So it
+    shows the names and sizes of now, and uses the credentials of now.
+    """
+    from fsspec.core import split_protocol, url_to_fs
+
+    fresh = {"skip_instance_cache": True, "use_listings_cache": False}
+    chained = {split_protocol(part)[0] or part: fresh for part in url.split("::")[1:]}
+    system, path = url_to_fs(url, **fresh, **chained, **options)
+    system.invalidate_cache()  # a class may share one between its instances
+    return system, path
 
 
 def read_regular(path: Path) -> bytes:

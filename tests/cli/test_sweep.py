@@ -120,16 +120,16 @@ def test_file_that_changes_during_a_run_makes_it_fail(sweeps: Sweeps) -> None:
 
 
 def test_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"heldout_fraction = 0.3\n": "", "seed = [0]": "seed = [0]\ndata.heldout_fraction = [0.3, 1e-9]"}
+    changes = {"heldout_fraction = 0.3\n": "", "seed = [0]": "seed = [0]\ndata.heldout_fraction = [0.3, 0.999999]"}
     for _ in range(2):
         rows = {row["varied"]["data.heldout_fraction"]: row["error"] for row in sweeps.sweep(changes)}
         assert rows[0.3] == ""
-        assert rows[1e-9].startswith("exit code 1: ")
+        assert rows[0.999999].startswith("exit code 1: ")
     assert len(sweeps.commands) == 3
     capsys.readouterr()
     assert main(["sweep", str(sweeps.write(changes)), "--out", str(sweeps.folder / "out"), "--dry-run"]) == 0
     assert "2 runs, 1 of them done" in (said := capsys.readouterr().out)
-    assert "to do  seed=0_heldout_fraction=1e-09" in said
+    assert "to do  seed=0_heldout_fraction=0.999999" in said
 
 
 def test_run_of_own_code_resumes_and_a_change_of_the_code_is_another_run(sweeps: Sweeps) -> None:

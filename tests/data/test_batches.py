@@ -23,6 +23,7 @@ from diloco.data import (
     Source,
     heldout_batches,
     permute,
+    survey,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from tests.finetuning import write_records
@@ -53,7 +54,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         if kind not in files:
             return Sampler(PackedTokens(np.array_split(TOKENS, 5 if kind == "pieces" else 1)), **drawing)
         streamed = DataSettings(paths=(f"{tmp_path}/{kind}-*.jsonl",), streaming=True, heldout_fraction=0.2)
-        return DocumentStream(Source(streamed), ByteTokenizer(), data=kind, **drawing)
+        source = Source(streamed)
+        look = survey(source.documents(), streamed.heldout_fraction)
+        return DocumentStream(source, look, ByteTokenizer(), data=kind, **drawing)
 
     def make(kind: str, replicas: int) -> list[Batches]:
         opened.extend(of_replica(kind, replica=each, num_replicas=replicas) for each in range(replicas))
@@ -197,5 +200,8 @@ def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, b
     gaps = np.diff([*chosen, windows])
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
-    with pytest.raises(DataError, match=r"only 3 held-out tokens, but one sequence of 3 needs 4"):  # at once
-        heldout_batches(PackedTokens([np.arange(3)]), 3, batch_size, most)
+    for tokens in range(2):
+        with pytest.raises(DataError, match="too little to hold some of it out"):  # at once
+            heldout_batches(PackedTokens([np.arange(tokens)]), 3, batch_size, most)
+    ((inputs, targets),) = heldout_batches(PackedTokens([np.arange(3)]), 3, batch_size, most)
+    assert (inputs.tolist(), targets.tolist()) == ([[0, 1]], [[1, 2]]), "fewer tokens than a window are one"

@@ -276,12 +276,14 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         asked(f"{SPECIAL[2]} in a question", "1"),
         {"messages": [{"role": "user", "content": "no answer"}]},
     ]
-    told = build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records)), 64).about
+    told = build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records)), 64).facts["data"]
     unanswered = "2 left out because they have no answer to learn, or none before the cut"
     special = "1 left out because their text contains a special token"
     assert all(words in told for words in ("conversations in", "1 cut at 64 tokens", unanswered, special))
-    with pytest.raises(DataError, match=r"Of 1 conversations, data.heldout_fraction=0\.3 leaves none to \w+ on\. Give"):
-        build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[:1])), 64)
+    with pytest.raises(
+        DataError, match=r"Of 2 conversations none can be used \(1 left out because they have no answer"
+    ):
+        build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[-2:])), 64)
 
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.cli import main
 from diloco.data import (
@@ -20,7 +18,7 @@ from diloco.data import (
     build_corpus,
     heldout_data,
     load_tokenizer,
-    split_documents,
+    survey,
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
@@ -30,11 +28,9 @@ from tests.runs import numbered
 
 
 def split(documents: list[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Return the documents to train on and the ones held out."""
-    sides: tuple[list[str], list[str]] = ([], [])
-    for document, heldout in split_documents(documents, fraction):
-        sides[heldout].append(document)
-    return sides
+    """Return what to train on of each document and what is held out."""
+    chosen = survey(documents, fraction).split
+    return list(chosen.training(documents)), list(chosen.heldout(documents))
 
 
 def at(*paths: Path, **settings: Any) -> DataSettings:
@@ -47,23 +43,6 @@ def of(*paths: Path, **settings: Any) -> DataSettings:
 
 def write(path: Path, texts: list[str]) -> Path:
     return write_records(path, [{"text": text} for text in texts])
-
-
-@settings(deadline=None)
-@given(documents=st.lists(st.text(min_size=1)), more=st.lists(st.text(min_size=1)))
-def test_the_split_is_disjoint_complete_and_stable_under_more_documents(documents: list[str], more: list[str]) -> None:
-    documents += ["one", "five"]  # one per split, so that neither is empty
-    train, heldout = split(documents, 0.5)
-    assert not set(train) & set(heldout)
-    assert sorted(train + heldout) == sorted(documents)
-    for larger, side in zip(split([*more, *documents], 0.5), (train, heldout), strict=True):
-        assert larger[len(larger) - len(side) :] == side
-
-
-@pytest.mark.parametrize(("fraction", "held_out"), [(1e-9, 0), (1 - 1e-9, 3)])
-def test_an_empty_side_is_told(fraction: float, held_out: int) -> None:
-    with pytest.raises(DataError, match=rf"holds out {held_out} of 3 documents and leaves {3 - held_out} to train on"):
-        split(numbered(3), fraction)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:264"])
@@ -129,7 +108,7 @@ def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, folder: Path, bp
     assert corpus.train[:].tolist() == expected.train[:].tolist()
     assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
     assert corpus.fingerprint == expected.fingerprint
-    assert corpus.about == expected.about.replace("; held", ", in files; held")
+    assert corpus.facts == {**expected.facts, "data": f"{expected.facts['data']}, in files"}
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
     for each in (settings, at(place)):
         assert heldout_data(each, expected.tokenizer, 16)[:].tolist() == expected.heldout[:].tolist()

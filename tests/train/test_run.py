@@ -14,11 +14,10 @@ import torch
 from diloco.algorithm import AlphaMerge, RoundId
 from diloco.checkpoint import Mirror, open_checkpoint
 from diloco.config import plan_run
-from diloco.data import Tokenizer, split_documents
+from diloco.data import Tokenizer
 from diloco.errors import (
     CheckpointError,
     ConfigurationError,
-    DataError,
     DiLoCoError,
     NonFiniteError,
     TransportError,
@@ -30,7 +29,7 @@ from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.command_lines import command_line
 from tests.faults import Fault, FaultyTransport
-from tests.runs import Listener, numbered, settings_of, train, write_text
+from tests.runs import Listener, settings_of, train, write_text
 from tests.train.source_runs import session_of
 
 CONTRACT = """heldout_loss perplexity bits_per_byte tokens steps sent_bytes_per_replica received_bytes_per_replica
@@ -201,16 +200,13 @@ def test_who_is_stopped_while_it_adopts_a_state_keeps_all_of_its_own(data: Path)
     assert session.global_digest() == before
 
 
-def test_too_little_text_to_evaluate_on_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Regression: the run failed at its first evaluation, which may be its end."""
-    sides = [*split_documents([*map(str, range(999)), *numbered(60)], 0.01)]
-    heldout = next(text for text, held_out in sides if held_out)  # a number
-    texts = [heldout, *(text for text, held_out in sides if not held_out)]
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with pytest.raises(DataError, match="held-out tokens, but one sequence of 16 needs 17"):
-        train(path, tmp_path / "run", "--data.heldout-fraction 0.01")
-    assert not (tmp_path / "run").exists()
+def test_a_run_with_too_little_text_for_an_evaluation_trains_and_says_so(tmp_path: Path) -> None:
+    path, sink = tmp_path / "text.txt", Listener()
+    path.write_text("abcdefghi " * 60)
+    summary = train(path, tmp_path / "run", "--data.heldout-fraction 0.001 --evaluation.every-steps 4", sink=sink)
+    assert (summary["steps"], summary["heldout_loss"], sink.of(Evaluated)) == (12, None, [])
+    (started,) = sink.of(RunStarted)
+    assert started.facts["held out"] == "nothing, because there is too little; the loss is not evaluated"
 
 
 def test_what_the_outer_loop_refuses_is_refused_before_a_shared_start(data: Path, tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from diloco.checkpoint.disk import check_content, new_folder, write_whole
 from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
-from diloco.private_files import check_url, make_private_folder
+from diloco.private_files import check_url, make_private_folder, open_store
 from diloco.units import diff
 from diloco.waiting import waiting_for
 
@@ -66,17 +66,15 @@ class _Place:
     """The place that a URL names."""
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import split_protocol, url_to_fs
+        from fsspec.core import split_protocol
         from fsspec.implementations.dirfs import DirFileSystem
 
         check_url(url)
         self.url = url.rstrip("/")
         local = split_protocol(url)[0] in (None, "file", "local")
-        # own instances: without caches of listings, and with the credentials of now
-        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         with from_extra("cloud", f"{url} needs a library"):
             try:
-                fs, root = url_to_fs(self.url, **options, **({"auto_mkdir": True} if local else {}))
+                fs, root = open_store(self.url, **({"auto_mkdir": True} if local else {}))
                 self.store = DirFileSystem(root, fs)
             except ImportError:
                 raise

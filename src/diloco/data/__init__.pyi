@@ -3,6 +3,7 @@ from .batches import Batches as Batches
 from .batches import Sampler as Sampler
 from .batches import Shares as Shares
 from .batches import as_message as as_message
+from .batches import deal as deal
 from .batches import heldout_batches as heldout_batches
 from .batches import permute as permute
 from .batches import read_message as read_message
@@ -17,7 +18,8 @@ from .corpus import heldout_data as heldout_data
 from .settings import DataSettings as DataSettings
 from .settings import template_file as template_file
 from .source import Source as Source
-from .source import split_documents as split_documents
+from .split import Split as Split
+from .split import survey as survey
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer

@@ -30,6 +30,7 @@ from diloco.waiting import described
 T = TypeVar("T")
 
 _ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # steps and positions fit int64
 _Members = Annotated[tuple[_Count, ...], msgspec.Meta(min_length=1, max_length=2**16)]
 
@@ -182,6 +183,26 @@ def windows_at(positions: NDArray[np.int64], num_windows: int, batch_size: int, 
     return windows
 
 
+def deal(first: int, count: int, num_replicas: int, key: str) -> NDArray[np.int64]:
+    """Return the replica of each of ``count`` documents from number ``first`` on: ``(count,)`` int64.
+
+    Each run of M documents goes to M different replicas, in an order that ``key`` draws anew for every run. So the
+    replicas get equally many, of every kind, whatever the period of their order.
+
+    >>> deal(0, 8, 2, "epoch 0").tolist(), deal(3, 5, 2, "epoch 0").tolist()
+    ([1, 0, 1, 0, 1, 0, 0, 1], [0, 1, 0, 0, 1])
+    """
+    runs, places = np.divmod(np.arange(first, first + count, dtype=np.int64), num_replicas)
+    first_run = first // num_replicas
+    num_runs = -(-(first + count) // num_replicas) - first_run
+    candidates = np.arange(first_run * num_replicas, (first_run + num_runs) * num_replicas, dtype=np.uint64)
+    begin = np.uint64(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
+    scores = _mix(begin + candidates * _GOLDEN).reshape(num_runs, num_replicas)
+    order = scores.argsort(axis=1, kind="stable")  # of each run, the replica of each place
+    replicas: NDArray[np.int64] = order[runs - first_run, places]
+    return replicas
+
+
 def _feistel(numbers: NDArray[np.uint64], side: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     left, right = np.divmod(numbers, np.uint64(side))
     for round_key in round_keys:
@@ -283,19 +304,18 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
-    At most ``max_sequences`` windows are used; 0: all. The last batch may be smaller. `DataError` for too few tokens is
-    raised at once, not at the first batch.
+    At most ``max_sequences`` windows are used; 0: all. The last batch may be smaller. Fewer tokens than a window needs
+    are one shorter window. `DataError` if there is nothing to predict is raised at once, not at the first batch.
 
     >>> batches = heldout_batches(PackedTokens([np.arange(21)]), 2, batch_size=2, max_sequences=3)
     >>> [inputs[:, 0].tolist() for inputs, _ in batches]
     [[0, 6], [12]]
     """
     windows = tokens.num_windows(sequence_length)
-    if windows < 1:
-        raise DataError(
-            f"There are only {len(tokens)} held-out tokens, but one sequence of {sequence_length} needs "
-            f"{sequence_length + 1}. Use more text, a larger data.heldout_fraction, or shorter sequences."
-        )
+    if not windows and isinstance(tokens, PackedTokens) and len(tokens) > 1:
+        windows, sequence_length = 1, len(tokens) - 1
+    if not windows:
+        raise DataError("There is no text to evaluate on, or too little to hold some of it out. Give more text.")
     count = min(max_sequences or windows, windows)
     chosen = np.arange(count) * windows // count
     return (

@@ -23,7 +23,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from diloco.data.settings import TEMPLATES, DataSettings, template_file
-from diloco.data.source import Source, checked_text, is_heldout, warn_once
+from diloco.data.source import Source, checked_text, warn_once
+from diloco.data.split import Split, document_key, suffices, whole_split
 from diloco.data.template import Marks, Message, Probe, Tools
 from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
@@ -52,36 +53,91 @@ class Example:
 
 
 def chat_rows(
-    settings: DataSettings, tokenizer: ChatTokenizer, length: int, *, split: bool = True
+    settings: DataSettings, tokenizer: ChatTokenizer, length: int
 ) -> tuple[PackedRows, PackedRows, Sequence[str]]:
     """Read, split and tokenise conversations: rows to train on, held-out ones, and what was cut or left out.
 
-    Unless they are ``split``, all are held out.
+    No conversation is divided, and nothing is held out of a single one. The split is that of `whole_split`.
     """
     counts: Counter[str] = Counter()
-    sides: tuple[list[Example], list[Example]] = ([], [])
-    for place, record in Source(settings).rows():
-        counts["read"] += 1
-        try:
-            example = _example(tokenizer, record, length, counts)
-            key = json.dumps(record, sort_keys=True, default=str)
-        except (DataError, RecursionError) as error:
-            why = error if isinstance(error, DataError) else "it is nested too deeply."
-            raise DataError(f"{place}: {why}") from error
-        if example is not None:
-            sides[not split or is_heldout(key, settings.heldout_fraction)].append(example)
+    keys: list[float] = []
+    kept: list[tuple[float, Example]] = []
+    for key, place, record in _records(settings):
+        keys.append(key)
+        if (example := _example_at(place, tokenizer, record, length, counts)) is not None:
+            kept.append((key, example))
     changes = ((counts[name], note) for name, note in _NOTES.items())
     notes = [f"{count:,} {note.format(length=length)}" for count, note in changes if count]
-    for side, use in zip(sides, ("train", "evaluate"), strict=True):
-        if not side and (split or use == "evaluate"):
-            left_out = f" ({'; '.join(notes)})" if notes else ""
-            raise DataError(
-                f"Of {counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
-                f"none to {use} on{left_out}. Give more conversations, or change the fraction."
-            )
-    together = settings.packing != "single"
-    train, heldout = (PackedRows(side, length, padding=tokenizer.eos_id, together=together) for side in sides)
+    if not kept:
+        raise _nothing_left(len(keys), notes)
+    kept_keys, fraction = [key for key, _ in kept], settings.heldout_fraction
+    if _hash_suffices(keys, [key < fraction for key in kept_keys], fraction):
+        split = Split(fraction)
+    else:
+        split = whole_split(kept_keys, fraction)
+    train, heldout = (
+        _rows([example for key, example in kept if (key < split.limit) == is_heldout], settings, tokenizer, length)
+        for is_heldout in (False, True)
+    )
     return train, heldout, notes
+
+
+def heldout_rows(
+    settings: DataSettings, tokenizer: ChatTokenizer, length: int, *, everything: bool = False
+) -> PackedRows:
+    """Return the held-out rows of `chat_rows`, or rows of all conversations; others are not tokenised if possible."""
+    fraction = 1.0 if everything else settings.heldout_fraction
+    keys: list[float] = []
+    heldout: list[Example] = []
+    kept: list[bool] = []  # of each conversation that was tokenised: whether the hash holds it out
+    counts: Counter[str] = Counter()
+    for key, place, record in _records(settings):
+        keys.append(key)
+        is_heldout = key < fraction
+        if not is_heldout and False in kept:
+            continue  # one of the others is enough, to show that something is left to train on
+        if (example := _example_at(place, tokenizer, record, length, counts)) is not None:
+            kept.append(is_heldout)
+            heldout += [example] if is_heldout else []
+    if everything and not heldout:
+        raise _nothing_left(len(keys), [])
+    if everything or _hash_suffices(keys, kept, fraction):
+        return _rows(heldout, settings, tokenizer, length)
+    return chat_rows(settings, tokenizer, length)[1]
+
+
+def _hash_suffices(keys: Sequence[float], kept: Sequence[bool], fraction: float) -> bool:
+    """Return whether the hash divides conversations well, and something is kept on both sides.
+
+    ``kept`` has, of conversations that can be learned, whether the hash holds them out.
+    """
+    return suffices(keys, np.ones(len(keys)), fraction) and {*kept} == {True, False}
+
+
+def _nothing_left(count: int, notes: Sequence[str]) -> DataError:
+    left_out = f" ({'; '.join(notes)})" if notes else ""
+    return DataError(f"Of {count} conversations none can be used{left_out}. Give others, or longer sequences.")
+
+
+def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: Tokenizer, length: int) -> PackedRows:
+    return PackedRows(examples, length, padding=tokenizer.eos_id, together=settings.packing != "single")
+
+
+def _records(settings: DataSettings) -> Iterator[tuple[float, str, Any]]:
+    """Yield the key, place and content of each record."""
+    for place, record in Source(settings).rows():
+        try:
+            yield document_key(json.dumps(record, sort_keys=True, default=str)), place, record
+        except RecursionError as error:
+            raise DataError(f"{place}: it is nested too deeply.") from error
+
+
+def _example_at(place: str, tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:
+    try:
+        return _example(tokenizer, record, length, counts)
+    except (DataError, RecursionError) as error:
+        why = error if isinstance(error, DataError) else "it is nested too deeply."
+        raise DataError(f"{place}: {why}") from error
 
 
 def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any, Unpack
+from itertools import chain, islice
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 import numpy as np
@@ -15,17 +15,20 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.batches import Batch, Batches, Cursor, Drawing, Sampler, as_message, read_message
-from diloco.data.chat import ChatTokenizer, PackedRows, chat_rows
+from diloco.data.batches import Batch, Batches, Cursor, Drawing, Sampler, as_message, deal, read_message
+from diloco.data.chat import ChatTokenizer, PackedRows, chat_rows, heldout_rows
 from diloco.data.settings import DataSettings
-from diloco.data.source import Source, is_heldout
+from diloco.data.source import Source, warn_once
+from diloco.data.split import MANY, Survey, survey
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
-from diloco.data.tokens import SPLITS, PackedTokens, TokenFolder, encode_splits, pack, token_folders
-from diloco.errors import ConfigurationError, DataError
+from diloco.data.tokens import SPLITS, PackedTokens, TokenFolder, encode, encode_splits, pack, token_folders
+from diloco.errors import CheckpointError, ConfigurationError, DataError, DiLoCoError
 from diloco.units import format_bytes
 
+T = TypeVar("T", str, range)
+
+_EVEN = 1.1  # between the largest and the smallest share of a stream
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
-_HELDOUT_DOCUMENTS = 256  # while streaming, the first ones that the hash holds out are evaluated on
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +40,13 @@ class Corpus:
     tokenizer: Tokenizer
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
-    about: str  # what there is to train and to evaluate on
+    facts: Mapping[str, str]  # what there is to train and to evaluate on, in words
     stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether enough is held out to predict a token."""
+        return len(self.heldout) > 1
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
         """Return the batches of one replica."""
@@ -64,11 +72,15 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
     if folders:
         tokenizer = folders[0].tokenizer()
         _check_settings(settings, folders, tokenizer)
+        train, heldout = _of_folders(folders, tokenizer)
     else:
-        tokenizer = make_tokenizer(settings, Source(settings).documents(heldout=False))
-    train, heldout = _splits(settings, folders, tokenizer)
-    about = f"{_size(train)}, {len(train):,} tokens{', in files' if folders else ''}; held out: {_size(heldout)}"
-    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)
+        source = Source(settings)
+        split = survey(source.documents(), settings.heldout_fraction).split
+        tokenizer = make_tokenizer(settings, split.training(source.documents()))
+        parts = zip(*encode_splits(source, split, tokenizer), strict=True)
+        train, heldout = (PackedTokens.joined(part) for part in parts)
+    facts = {"data": f"{_size(train)}{', in files' if folders else ''}", "held out": _size(heldout)}
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts)
 
 
 def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
@@ -80,22 +92,29 @@ def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
     tokenizer = ChatTokenizer(settings.tokenizer, settings.format)
     train, heldout, notes = chat_rows(settings, tokenizer, length)
     size = (
-        f"{train.documents:,} conversations in {train.num_windows(length):,} rows of {length} tokens, "
+        f"{_count(train.documents, 'conversation')} in {_count(train.num_windows(length), 'row')} of {length} tokens, "
         f"{train.num_tokens / len(train):.0%} full; {train.counted_tokens:,} tokens count"
     )
-    about = "; ".join([size, *notes, f"held out: {heldout.documents:,} conversations"])
-    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)
+    facts = {"data": "; ".join([size, *notes]), "held out": _conversations(heldout)}
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts)
+
+
+def _conversations(rows: PackedRows) -> str:
+    if not rows.documents:
+        return NOTHING
+    return f"{_count(rows.documents, 'conversation')}, {_count(rows.counted_tokens, 'token')} that count"
 
 
 def _streamed_corpus(settings: DataSettings) -> Corpus:
     source, fraction = Source(settings), settings.heldout_fraction
-    tokenizer = make_tokenizer(settings, islice(source.documents(heldout=False), _BPE_DOCUMENTS))
-    heldout = _first_heldout(source, tokenizer)
+    look = survey(source.documents(), fraction)
+    tokenizer = make_tokenizer(settings, islice(look.split.training(source.documents()), _BPE_DOCUMENTS))
+    heldout = _first_heldout(source, look, tokenizer)
     origin = f"{settings.text_field} {len(source.parts)} {fraction} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(origin.encode())
-    stream = partial(DocumentStream, source, tokenizer, data=digest)
-    about = f"read while training; held out: {_size(heldout)}"
-    return Corpus(PackedTokens([]), heldout, tokenizer, digest, about, stream)
+    stream = partial(DocumentStream, source, look, tokenizer, data=digest)
+    facts = {"data": "read while training", "held out": _size(heldout)}
+    return Corpus(PackedTokens([]), heldout, tokenizer, digest, facts, stream)
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
@@ -115,41 +134,50 @@ def heldout_data(
     if paths:
         settings = replace(settings, paths=tuple(paths), streaming=False)
     if isinstance(tokenizer, ChatTokenizer):
-        return chat_rows(settings, tokenizer, sequence_length, split=not paths)[1]
+        return heldout_rows(settings, tokenizer, sequence_length, everything=bool(paths))
+    if not paths and (folders := token_folders(settings)):
+        return _of_folders(folders, tokenizer)[1]
+    source = Source(settings)
     if paths:
-        return pack(list(Source(settings).documents()), tokenizer)
+        return encode(source.documents(), tokenizer)
+    look = survey(source.documents(), settings.heldout_fraction)
     if settings.streaming:
-        return _first_heldout(Source(settings), tokenizer)
-    return _splits(settings, token_folders(settings), tokenizer)[1]
+        return _first_heldout(source, look, tokenizer)
+    return encode(look.split.heldout(source.documents()), tokenizer)
 
 
 def _fingerprint(tokenizer: Tokenizer, train: PackedTokens | PackedRows, heldout: PackedTokens | PackedRows) -> str:
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
 
 
+NOTHING = "nothing, because there is too little; the loss is not evaluated"
+
+
 def _size(tokens: PackedTokens) -> str:
-    return f"{tokens.documents:,} documents, {format_bytes(tokens.num_bytes)}"
+    if not len(tokens):
+        return NOTHING
+    return f"{_count(tokens.documents, 'document')}, {format_bytes(tokens.num_bytes)}, {_count(len(tokens), 'token')}"
 
 
-def _splits(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> list[PackedTokens]:
-    """Return the tokens to train on and the held-out ones: of folders, or of the text if there are none."""
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _of_folders(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> list[PackedTokens]:
+    """Return the tokens to train on and the held-out ones of token folders."""
     for folder in folders:
         if folder.tokenizer().to_json() != tokenizer.to_json():
             raise ConfigurationError(
                 f"{folder.path} was made with another tokenizer than that of the run, or of the first of its folders. "
                 "Make it again with that one (--tokenizer FOLDER)."
             )
-    if folders:
-        return [PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS]
-    return [PackedTokens.joined(parts) for parts in zip(*encode_splits(Source(settings), tokenizer), strict=True)]
+    return [PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS]
 
 
-def _first_heldout(source: Source, tokenizer: Tokenizer) -> PackedTokens:
-    if not (texts := list(islice(source.documents(heldout=True), _HELDOUT_DOCUMENTS))):
-        raise DataError(
-            f"data.heldout_fraction={source.settings.heldout_fraction:g} holds out none of the documents. Use a larger "
-            "fraction, or more documents."
-        )
+def _first_heldout(source: Source, look: Survey, tokenizer: Tokenizer) -> PackedTokens:
+    texts = look.heldout
+    if texts is None:
+        texts = list(islice(look.split.heldout(source.documents()), MANY))
     return pack(texts, tokenizer)
 
 
@@ -170,13 +198,16 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], toke
         )
 
 
-_BLOCK = 64  # documents that are tokenised at a time
+_BLOCK = 64  # documents of a replica that are tokenised at a time
+PIECE_CHARACTERS = 65_536
+"""While streaming, a longer document is dealt to the replicas in pieces of this length, each a document."""
 
 
 class _Place(msgspec.Struct, kw_only=True):
-    """Where a replica is in its documents; part of its cursor."""
+    """Where a replica is in the documents; part of its cursor."""
 
     rows: Any = None  # the state of the data set before the block of documents to draw from; None: at the beginning
+    dealt: int = 0  # the documents to train on before that block
     offset: int = 0  # the tokens of the block that have been drawn
     last: int  # the token before the next one to draw
     epoch: int = 0
@@ -185,13 +216,19 @@ class _Place(msgspec.Struct, kw_only=True):
 class DocumentStream(Batches):
     """The `Batches` of one replica that reads, tokenises and packs its documents meanwhile, in the order of the source.
 
-    ``datasets.distributed.split_dataset_by_node`` divides them among the replicas, whose number can't change. Documents
-    are packed end to end, each followed by the end-of-document token, so every token is a target once.
+    Every replica reads all documents and tokenises those that are dealt to it in this epoch (`deal`). Their number
+    can't change. Documents are packed end to end, each followed by the end-of-document token, so every token is a
+    target once.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, *, data: str, **drawing: Unpack[Drawing]) -> None:
+    def __init__(
+        self, source: Source, look: Survey, tokenizer: Tokenizer, *, data: str, **drawing: Unpack[Drawing]
+    ) -> None:
         super().__init__({"stream": data}, drawing)
-        self._source, self._tokenizer, self._stream = source, tokenizer, source.stream()
+        self._source, self._split, self._tokenizer = source, look.split, tokenizer
+        self._members = self._num_replicas or 1
+        if look.trained is not None:
+            self._warn_of_shares(look.trained)
         self._thread = ThreadPoolExecutor(1, f"batches of replica {self._replica}")  # it starts with the first batch
         self._next: Future[tuple[Batch, Cursor]] | None = None
         self._restore({**self._origin, "drawn": 0, "place": as_message(_Place(last=tokenizer.eos_id))})
@@ -217,16 +254,36 @@ class DocumentStream(Batches):
         self._thread.shutdown()
         del self._blocks  # iterators of `datasets` that end with the interpreter print errors
 
+    def _warn_of_shares(self, lengths: Sequence[int]) -> None:
+        """Say so if the replicas get unequal shares of the first epoch, by the characters of all documents."""
+        sizes = [len(piece) for length in lengths for piece in self._pieces(range(length))]
+        owners = self._owners(0, len(sizes), epoch=0)
+        shares = np.bincount(owners, weights=sizes, minlength=self._members)
+        if shares.max() > _EVEN * shares.min():
+            warn_once(
+                f"The {_count(len(lengths), 'document')} to train on can't be divided evenly: of the first epoch, the "
+                f"{self._members} replicas get {int(shares.min()):,} to {int(shares.max()):,} characters. Give more "
+                "or shorter documents, or leave out data.streaming."
+            )
+
+    def _pieces(self, text: T) -> Iterator[T]:
+        """Yield what is dealt of a document: itself, if it is short or there is one replica."""
+        step = PIECE_CHARACTERS if self._members > 1 else max(1, len(text))
+        return (text[begin : begin + step] for begin in range(0, len(text), step))
+
+    def _owners(self, first: int, count: int, epoch: int) -> NDArray[np.int64]:
+        return deal(first, count, self._members, f"seed {self._seed}, epoch {epoch}")
+
     def _restore(self, state: Cursor) -> None:
         wait([self._next] if self._next else [])
         self._next, self._cursor, self._place = None, state, read_message(state["place"], _Place)
-        self._blocks = self._read(self._place.rows, self._place.epoch)
+        self._blocks = self._read(self._place.rows, self._place.dealt, self._place.epoch)
         self._tokens: NDArray[Any] = np.zeros(0, np.int64)  # of the block of documents; the next batch reads them
 
     def _draw(self) -> tuple[Batch, Cursor]:
         """Make the batch after the last one that was returned."""
         if self._place.offset > len(self._tokens):
-            self._tokens = next(self._blocks)[2]
+            self._tokens = next(self._blocks).tokens
         rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64, device="cpu")
         cursor = {**self._origin, "drawn": self._cursor["drawn"] + 1, "place": as_message(self._place)}
         return (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), cursor
@@ -236,31 +293,56 @@ class DocumentStream(Batches):
         place, row = self._place, [self._place.last]
         while len(row) <= self._length:
             if place.offset >= len(self._tokens):
-                (place.rows, place.epoch, self._tokens), place.offset = next(self._blocks), 0
+                block = next(self._blocks)
+                place.rows, place.dealt, place.epoch, place.offset = block.rows, block.dealt, block.epoch, 0
+                self._tokens = block.tokens
             tokens = self._tokens[place.offset :][: self._length + 1 - len(row)].tolist()
             row += tokens
             place.offset += len(tokens)
         place.last = row[-1]
         return row
 
-    def _read(self, rows: Any, epoch: int) -> Iterator[tuple[Any, int, NDArray[Any]]]:
-        """Yield the tokens of one block of documents after the other, each with the state of the data set before it."""
-        from datasets.distributed import split_dataset_by_node
-
-        source = self._source
+    def _read(self, rows: Any, dealt: int, epoch: int) -> Iterator[_Block]:
+        """Yield one block of documents after the other, epoch after epoch."""
         while True:
-            documents = split_dataset_by_node(self._stream, rank=self._replica, world_size=self._num_replicas or 1)
+            documents = self._source.stream()
+            texts = self._texts(documents, rows)
+            while block := list(islice(texts, _BLOCK * self._members)):
+                pieces = [piece for text in self._split.training(block) for piece in self._pieces(text)]
+                owners = self._owners(dealt, len(pieces), epoch).tolist()
+                mine = [piece for piece, owner in zip(pieces, owners, strict=True) if owner == self._replica]
+                yield _Block(rows, dealt, epoch, self._tokenizer.encode_documents(mine))
+                rows, dealt = documents.state_dict(), dealt + len(pieces)
+            if not dealt:
+                raise DataError(
+                    "There are no documents to train on: all are empty or held out. Give more text or a smaller "
+                    "data.heldout_fraction."
+                )
+            rows, dealt, epoch = None, 0, epoch + 1
+
+    def _texts(self, documents: Any, rows: Any) -> Iterator[str]:
+        """Yield the text of each record of a data set from a saved state on."""
+        try:
             if rows is not None:
                 documents.load_state_dict(rows)
-            is_empty, texts = rows is None, (source.text("a record of the stream", row) for row in documents)
-            while block := list(islice(texts, _BLOCK)):
-                train = [text for text in block if text and not is_heldout(text, source.settings.heldout_fraction)]
-                is_empty = is_empty and not train
-                yield rows, epoch, self._tokenizer.encode_documents(train)
-                rows = documents.state_dict()
-            if is_empty:
-                raise DataError(
-                    "There are no documents to train on: all are empty, held out, or those of other replicas. Give "
-                    "more text or a smaller data.heldout_fraction."
-                )
-            rows, epoch = None, epoch + 1
+            records = iter(documents)
+            first = next(records, None)
+        except DiLoCoError:
+            raise
+        except Exception as error:  # the library raises whatever the state lacks
+            raise CheckpointError(
+                f"The data can't be read on from where the checkpoint stopped ({type(error).__name__}: {error}), so "
+                "it has changed since. Restore it, or start a new run with --init-from."
+            ) from error
+        for record in () if first is None else chain([first], records):
+            yield self._source.text("a record of the stream", record)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some documents in the order of the source, of which the tokens of those are here that are dealt to a replica."""
+
+    rows: Any  # the state of the data set before it
+    dealt: int
+    epoch: int
+    tokens: NDArray[Any]

@@ -11,6 +11,7 @@ import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import logging
 import lzma
@@ -22,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import xxhash
-
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
+from diloco.private_files import open_store
+from diloco.units import format_bytes
 from diloco.waiting import fetching
 
 FROM_HUB = "Check the name, and the connection to the hub (HF_HUB_OFFLINE=1 disables it)."
@@ -44,6 +45,11 @@ DOCUMENT_SUFFIXES = frozenset({
 })
 RECORD_SUFFIXES = frozenset({".jsonl", ".jsonlines", ".ndjson", ".parquet"})
 """The files that are read of a folder. ``.json`` is not among them, because it often describes a folder."""
+
+MAX_RECORD_BYTES = 256_000_000
+"""The longest line of a file of records, and the longest text in a record."""
+MAX_FILE_BYTES = 1_000_000_000
+"""The largest file that is one document or one JSON value, unpacked."""
 
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # installed packages
@@ -82,8 +88,8 @@ class Source:
         for part in self.parts:
             yield from part.rows()
 
-    def documents(self, *, heldout: bool | None = None) -> Iterator[str]:
-        """Yield every document, or only those that are held out or are not.
+    def documents(self) -> Iterator[str]:
+        """Yield every document.
 
         Raises:
             DataError: one can't be read, or there is none at all.
@@ -91,7 +97,7 @@ class Source:
         empty = True
         for text in (self.text(*row) for row in self.rows()):
             empty = empty and not text
-            if text and heldout in (None, is_heldout(text, self.settings.heldout_fraction)):
+            if text:
                 yield text
         if empty:
             raise NoDataError(f"{', '.join(self.settings.paths) or 'the standard library'} holds no text.")
@@ -106,12 +112,14 @@ class Source:
         return checked_text(content[field], place, field)
 
     def stream(self) -> Any:
-        """Return a ``datasets.IterableDataset`` of the records, which can be split and continued from a state."""
+        """Return a new ``datasets.IterableDataset`` of the records, which can be continued from a state."""
         with from_extra("hf", "Streaming needs datasets"):
             from datasets import IterableDataset
         first = self.parts[0]
         if isinstance(first, DataSet):
-            return first.all_rows
+            from datasets.distributed import split_dataset_by_node
+
+            return split_dataset_by_node(first.all_rows, 0, 1)  # a copy, as how far it has been read is a part of it
         return IterableDataset.from_generator(_texts, gen_kwargs={"source": self, "parts": self.parts})
 
 
@@ -121,12 +129,17 @@ def _texts(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[
 
 
 def checked_text(value: Any, place: str, field: str) -> str:
-    """Return ``value`` if it can be a document; raise `DataError` if it is not text or UTF-8 can't encode it."""
+    """Return ``value`` if it can be a document; raise `DataError` if it is not text, too long, or not valid UTF-8."""
     try:
-        value.encode("utf-8")
+        size = len(value.encode("utf-8"))
     except (AttributeError, UnicodeEncodeError) as error:  # JSON can contain half of a surrogate pair
         what = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
         raise DataError(f"{place}: the field {field!r} holds {what}, not text.") from error
+    if size > MAX_RECORD_BYTES:
+        raise DataError(
+            f"{place}: the field {field!r} holds {format_bytes(size)}, but a document of a record has at most "
+            f"{format_bytes(MAX_RECORD_BYTES)}. Divide it into several."
+        )
     return str(value)
 
 
@@ -226,10 +239,8 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
         ConfigurationError: a package for this kind of URL is not installed.
     """
     with as_data_error(place), from_extra("cloud", f"{place} needs a package"):
-        import fsspec
-
         remote = "://" in place
-        system, path = fsspec.url_to_fs(place)
+        system, path = open_store(place)
         if system.isdir(path):
             if not remote:
                 # fsspec is silent about folders that it can't list
@@ -290,7 +301,7 @@ def _suffixes(path: str) -> tuple[str, str]:
 
 
 def _read_document(file: Any, name: str) -> Iterator[Row]:
-    content = file.read()
+    content = _read_whole(file, name)
     if b"\0" in content[:512]:
         raise DataError(
             f"{name} is no text, since it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to UTF-8, and "
@@ -299,8 +310,28 @@ def _read_document(file: Any, name: str) -> Iterator[Row]:
     yield name, content.decode("utf-8-sig")
 
 
-def _read_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
+def _read_whole(file: Any, name: str) -> bytearray:
+    """Return the content of a file that may unpack to any size, at most `MAX_FILE_BYTES`."""
+    content = bytearray()
+    while chunk := file.read(1 << 20):
+        content += chunk
+        if len(content) > MAX_FILE_BYTES:
+            raise DataError(
+                f"{name} holds more than {format_bytes(MAX_FILE_BYTES)}, which a file may have that is one document or "
+                "one JSON value. Divide it, or write its records one per line (.jsonl)."
+            )
+    return content
+
+
+def _read_lines(file: Any, name: str) -> Iterator[Row]:
+    for number in itertools.count(1):
+        if not (line := file.readline(MAX_RECORD_BYTES + 1)):
+            return
+        if len(line) > MAX_RECORD_BYTES:
+            raise DataError(
+                f"{name}:{number} has more than {format_bytes(MAX_RECORD_BYTES)}, which a line may have. Divide its "
+                "text into several records."
+            )
         if line.strip():
             try:
                 record = json.loads(line)  # a byte order mark may begin any line of files that were joined
@@ -311,7 +342,7 @@ def _read_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
 
 def _read_json(file: Any, name: str) -> Iterator[Row]:
     """Yield the records of an array, a record alone, or lines."""
-    content = file.read()
+    content = _read_whole(file, name)
     try:
         records = json.loads(content)
     except (ValueError, RecursionError):
@@ -325,7 +356,12 @@ def _read_parquet(file: Any, name: str) -> Iterator[Row]:
     with from_extra("hf", f"{name} needs datasets"):
         import datasets  # noqa: F401  # the extra installs pyarrow with it
         from pyarrow.parquet import ParquetFile
-    rows = (row for batch in ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
+    table = ParquetFile(file)
+    groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+    sizes = [group.column(number).total_uncompressed_size for group in groups for number in range(group.num_columns)]
+    # a value that a dictionary holds once may be in every row
+    at_once = 8 * MAX_RECORD_BYTES // max([1, *sizes])
+    rows = (row for batch in table.iter_batches(min(1024, max(1, at_once))) for row in batch.to_pylist())
     yield from ((f"{name}, row {number}", row) for number, row in enumerate(rows))
 
 
@@ -349,31 +385,3 @@ _UNPACK: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.LZMAFile,
 }
 """The suffix of a compressed file -> what decompresses it."""
-
-
-def split_documents(texts: Iterable[str], heldout_fraction: float) -> Iterator[tuple[str, bool]]:
-    """Yield documents, each with whether it is held out; raise `DataError` after the last if a split is empty.
-
-    >>> list(split_documents(["one", "four"], heldout_fraction=0.3))
-    [('one', True), ('four', False)]
-    """
-    counts = [0, 0]
-    for text in texts:
-        heldout = is_heldout(text, heldout_fraction)
-        counts[heldout] += 1
-        yield text, heldout
-    if not all(counts):
-        raise DataError(
-            f"data.heldout_fraction={heldout_fraction:g} holds out {counts[1]} of {sum(counts)} documents and leaves "
-            f"{counts[0]} to train on; at least one of each is needed. Use another fraction, or give more documents, "
-            "such as a .jsonl with one per line."
-        )
-
-
-def is_heldout(text: str, heldout_fraction: float) -> bool:
-    """Return whether a document is held out.
-
-    Only its text and the fraction decide: adding documents moves no other one, and copies of one stay together.
-    """
-    key = xxhash.xxh3_128_intdigest(text.encode("utf-8")) >> 75  # a float holds 53 bits exactly
-    return key / (1 << 53) < heldout_fraction

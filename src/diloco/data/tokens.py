@@ -14,7 +14,7 @@ import json
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from itertools import accumulate
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from diloco.checkpoint import new_folder
 from diloco.data.settings import DataSettings
-from diloco.data.source import Source, split_documents
+from diloco.data.source import Source
+from diloco.data.split import Split, survey
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, smallest_dtype
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
@@ -172,7 +173,7 @@ class TokenFolder:
         if file.stat().st_size != size:
             raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
         counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
-        tokens = np.memmap(file, dtype=dtype, mode="r")
+        tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.zeros(0, dtype)  # nothing can't be mapped
         return PackedTokens([tokens], str(about["digest"]), vocab_size=self.vocab_size, **counts)
 
 
@@ -215,14 +216,15 @@ def tokenize(
     place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
     _require_free(place)
     source = Source(settings)
-    tokenizer = make_tokenizer(settings, source.documents(heldout=False))
+    split = survey(source.documents(), settings.heldout_fraction).split
+    tokenizer = make_tokenizer(settings, split.training(source.documents()))
     counts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
     try:
         with new_folder(place) as folder:
             with ExitStack() as opened:
                 files = [opened.enter_context((folder / f"{name}-00000.tokens").open("wb")) for name in SPLITS]
                 digests = {name: xxhash.xxh3_64() for name in SPLITS}
-                for parts in encode_splits(source, tokenizer):
+                for parts in encode_splits(source, split, tokenizer):
                     for name, file, part in zip(SPLITS, files, parts, strict=True):
                         counts[name].update(tokens=len(part), documents=part.documents, bytes=part.num_bytes)
                         tokens = part[:].astype(part.dtype.newbyteorder("<"), copy=False)
@@ -253,14 +255,30 @@ def _require_free(place: Path) -> None:
         raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
 
 
-def encode_splits(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:
-    """Yield the tokens of the training and of the held-out documents of some text at a time."""
+def encode_splits(source: Source, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:
+    """Yield the tokens to train on and the held-out ones of some text at a time."""
     sides: tuple[list[str], list[str]] = ([], [])
     size = 0
-    for text, heldout in split_documents(source.documents(), source.settings.heldout_fraction):
-        sides[heldout].append(text)
+    for text in source.documents():
+        for side, part in zip(sides, split.parts(text), strict=True):
+            if part:
+                side.append(part)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
             yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
             sides, size = ([], []), 0
     yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
+
+
+def encode(texts: Iterable[str], tokenizer: Tokenizer) -> PackedTokens:
+    """Return the tokens of any number of documents, of which only some are in memory as text at a time."""
+    parts: list[PackedTokens] = []
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            parts.append(pack(some, tokenizer))
+            some, size = [], 0
+    return PackedTokens.joined([*parts, pack(some, tokenizer)])

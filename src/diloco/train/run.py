@@ -15,7 +15,7 @@ import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
-from diloco.data import build_corpus, heldout_batches
+from diloco.data import build_corpus
 from diloco.devices import choose_threads, release_memory, usable_cores, use_device
 from diloco.errors import CheckpointError, DiLoCoError, TransportError
 from diloco.events import (
@@ -71,7 +71,6 @@ def run_training(
     choose_threads()
     device = use_device(settings.train.device)
     corpus = build_corpus(settings.data, settings.train.sequence_length)
-    heldout_batches(corpus.heldout, settings.train.sequence_length, 1, 1)  # too few tokens: not only after the training
     release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
@@ -175,7 +174,7 @@ class _Run:
             if interrupted:
                 self.emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None
-            if not interrupted and fleet.leads():
+            if not interrupted and session.corpus.evaluates and fleet.leads():
                 evaluation = self._evaluate(final=True)
             if finished and fleet.leads():
                 self._sample()
@@ -189,7 +188,8 @@ class _Run:
     def _take_steps(self, stop: StopRequest) -> bool:
         """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
         train, fleet = self.settings.train, self.session.fleet
-        evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
+        evaluate_every = self.settings.evaluation.every_steps if self.session.corpus.evaluates else 0
+        save_every = self.settings.checkpoint.every_steps
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
 
@@ -221,13 +221,12 @@ class _Run:
 
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
-        data, _, more = session.corpus.about.partition("; ")
         threads, cores, model = torch.get_num_threads(), usable_cores(), session.replicas[0].model
         peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
-        facts = {"data": data, **describe(settings, model), "device": device}
-        details = {"further data": more, **session.identity, **session.fleet.details()}
+        facts = {**session.corpus.facts, **describe(settings, model), "device": device}
+        details = {**session.identity, **session.fleet.details()}
         self.emit(
             RunStarted(
                 step=self.step,
