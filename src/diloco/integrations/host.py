@@ -433,7 +433,8 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             f"The data set must have a length, and a {type(dataset).__name__} has none. For a Hugging Face stream, use "
-            f"datasets.distributed.split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas})."
+            f"datasets.distributed.split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas}), after "
+            "everything else that is done to it."
         )
     each = len(dataset) // num_replicas
     if each == 0:
