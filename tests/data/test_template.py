@@ -198,7 +198,7 @@ def test_conversations_that_write_such_tokens_are_left_out_and_counted(tmp_path:
         tokenizer=str(folder),
         heldout_fraction=0.3,
     )
-    assert "1 left out because their text contains a special token" in build_corpus(settings, 64).about
+    assert "1 left out because their text contains a special token" in build_corpus(settings, 64).facts["data"]
 
 
 @pytest.mark.parametrize("tokens", [SPECIAL[1:], ()])
