@@ -11,15 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from transformers import AutoModelForCausalLM
 
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, to_toml, typed_values
+from diloco.model import ModelSettings, base_card
 from diloco.trained import load_trained
 from tests.cli.runs import describe, full_disk
-from tests.finetuning import asked, write_base, write_records
+from tests.finetuning import SPECIAL, asked, write_base, write_records
 
 ANSWERS = {"red?": "rot", "blue?": "blau"}
+SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # the library refuses to write it without do_sample
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a base model, a fine-tuned run that has learned two answers, and questions."""
     folder = tmp_path_factory.mktemp("finetune")
     base = write_base(folder / "base", marked=False, hidden_size=32, intermediate_size=48, initializer_range=0.5)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 257], **SAMPLING}))
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     known = [asked(question, answer) for question, answer in ANSWERS.items()]
     data = write_records(folder / "data.jsonl", [{**each, "copy": copy} for copy in range(30) for each in known])
     words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora-rank 8 --steps 40
@@ -111,14 +117,59 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
     output_of(capsys, "export", place / "run", "--out", place / "merged", "--merge")
     told = output_of(capsys, "generate", place / "merged", "--chat", "--prompt", "red?", "--temperature", "0")
     assert told == "rot\n"
-    generation = json.loads((place / "merged" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [256, 258]  # end of document, end of answer
     with torch.no_grad():
         tokens = torch.arange(20).unsqueeze(0) + 60
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     output_of(capsys, "export", place / "run", "--out", place / "exported", "--to", "adapter")
     assert (place / "exported" / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("kind", ["--merge", "--to adapter", "all weights"])
+def test_an_export_says_how_to_generate_and_what_it_comes_from_without_a_path(
+    place: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place / "run"
+    if kind == "all weights":
+        base, run = Path(shutil.copytree(place / "base", tmp_path / "base")), tmp_path / "run"
+        words = f"finetune {base} --data {place / 'data.jsonl'} --out {run} --lora-rank 0 --steps 1 --inner-steps 1"
+        assert main(f"{words} --sequence-length 96 --monitor.console quiet --device cpu".split()) == 0
+        (base / "generation_config.json").unlink()  # it is the run's own
+    out = tmp_path / "out"
+    output_of(capsys, "export", run, "--out", out, *([] if kind == "all weights" else kind.split()))
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation | SAMPLING == generation
+    assert generation["eos_token_id"] == [256, 257, 258]  # those of the base, and the end of an answer
+    assert json.loads((out / "tokenizer_config.json").read_text())["pad_token"] == SPECIAL[0]
+    if kind != "--to adapter":
+        AutoModelForCausalLM.from_pretrained(out)
+    _, header, text = (out / "README.md").read_text().split("---\n", 2)
+    stated = yaml.safe_load(header)
+    assert (stated["base_model"], stated["license"]) == ("base", "mit")
+    assert ("| LoRA | rank 8" in text) == (kind != "all weights")
+    assert ("replicas train alone" in text) == (kind != "all weights")
+    for file in out.iterdir():
+        assert not any(str(folder).encode() in file.read_bytes() for folder in (place, tmp_path)), file
+
+
+@pytest.mark.parametrize(
+    ("folder", "config", "card", "name", "licence"),
+    [
+        ("llama", {}, "", "llama", None),
+        ("llama", {"_name_or_path": "meta/llama"}, "---\nlicense: llama3\n---\n", "meta/llama", "llama3"),
+        ("llama", {"_name_or_path": "/home/me/llama", "license": "mit"}, "no header", "llama", "mit"),
+        ("models--meta--llama/snapshots/0a1b", {}, "---\nlicense: [1\n---\n", "meta/llama", None),
+        ("llama", {}, "---\nlicense: 'x\n\n# A heading'\n---\n", "llama", None),
+    ],
+)
+def test_a_base_model_is_named_by_what_its_folder_says(
+    tmp_path: Path, folder: str, config: dict[str, str], card: str, name: str, licence: str | None
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / folder / "README.md").write_text(card)
+    stated = base_card(ModelSettings(source=f"hf:{tmp_path / folder}"))
+    assert stated == {"base_model": name} | ({"license": licence} if licence else {})
 
 
 def test_an_adapter_is_written_whole_or_not_at_all_and_replaces_only_an_export(

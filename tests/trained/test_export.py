@@ -63,7 +63,7 @@ def test_transformers_gives_the_same_loss_and_token_ids_and_ends_documents_alike
     with torch.no_grad():
         losses = [loss_of(other, tokens), float(other(tokens, labels=tokens).loss)]  # the trainer's own computation
     assert losses == pytest.approx([loss_of(trained.model, tokens)] * 2, rel=1e-6)
-    for each, padding in ((other.config, None), (other.generation_config, end), (tokenizer, None)):
+    for each, padding in ((other.config, None), (other.generation_config, end), (tokenizer, end)):
         assert (each.eos_token_id, each.bos_token_id, each.pad_token_id) == (end, end, padding)
     assert tokenizer.model_max_length == other.config.max_position_embeddings == 16
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.checkpoint import open_checkpoint, write_whole
+from diloco.checkpoint import open_checkpoint
 from diloco.config import CONFIG_FILE, read_record
 from diloco.errors import ConfigurationError, DataError, DiLoCoError, from_extra
+from diloco.model import CARD_NAME, base_card
 from diloco.monitor import read_metrics
 from diloco.units import format_bytes, format_count, visible
 
 if TYPE_CHECKING:
+    from diloco.model import ModelSettings
     from diloco.trained import Trained
 
-CARD = "README.md"
 _LOADED_FIRST = {"adapter_config.json", "model.safetensors"}  # by transformers, whatever else is there
 
 _TEXT = """---
@@ -24,33 +24,31 @@ _TEXT = """---
 ---
 # {name}
 
-This model was trained with [DiLoCo](https://arxiv.org/abs/2311.08105): replicas train alone and average their progress
-every few steps. The weights are the {weights} after step {step}.
+{how} The weights are the {weights} after step {step}.
 
 | | |
 |---|---|
 {table}
 
-The digest is that of the global parameters, which all replicas of the run share bit for bit.
+The digest is that of the global parameters{shared}.
 """
+_DILOCO = "[DiLoCo](https://arxiv.org/abs/2311.08105)"
 
 
 def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
-    """Return the card of a trained model: what its checkpoint, settings and log say, without any path.
-
-    Raises:
-        ConfigurationError: it is no run.
-    """
-    if trained.step is None:
-        raise ConfigurationError(
-            f"--push needs a run, which says how the model was trained, but {trained.path} is not a run."
-        )
+    """Return the card of the model of a run: what its checkpoint, settings and log say, without any path."""
+    assert trained.step is not None
     settings, checkpoint = read_record(trained.run / CONFIG_FILE), open_checkpoint(trained.path)
-    train, sync, inner = settings.train, settings.sync, settings.optimizer
-    header = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    base, _ = settings.model.on_hub
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base):  # else it is a folder, or no model of transformers
-        header["base_model"] = base
+    train, sync, inner, model = settings.train, settings.sync, settings.optimizer, settings.model
+    replicas = checkpoint.fact("num_replicas", int, least=1)
+    base = base_card(model) if model.kind == "hf" else {}
+    header = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation", **base}
+    if replicas == 1:
+        how = "This model was trained with diloco, by one replica."
+    elif settings.algorithm in ("streaming", "diloco"):
+        how = f"This model was trained with {_DILOCO}: replicas train alone and average their progress every few steps."
+    else:
+        how = f"This model was trained with diloco, by {replicas} replicas with the algorithm {settings.algorithm}."
     rounds = {
         "inner steps (H)": sync.inner_steps,
         "fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps",
@@ -58,7 +56,8 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     }
     rows: dict[str, object] = {
         "algorithm": settings.algorithm,
-        "replicas (M)": checkpoint.fact("num_replicas", int, least=1),
+        **_origin_of(model, base, adapter=adapter),
+        "replicas (M)": replicas,
         **(rounds if settings.algorithm in ("streaming", "diloco") else {}),
         "codec": sync.codec or "float32",
         "inner optimizer": f"{inner.name}, learning rate {inner.learning_rate:g}, {inner.schedule}",
@@ -73,10 +72,24 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     return _TEXT.format(
         header="\n".join([*(f"{key}: {value}" for key, value in header.items()), "tags:\n- diloco"]),
         name=name.rpartition("/")[2],
+        how=how,
+        shared=", which all replicas of the run share bit for bit" if replicas > 1 else "",
         weights=trained.weights,
         step=f"{trained.step:,} of {train.steps:,}",
         table="\n".join(f"| {key} | {visible(str(value).replace('|', '/'), 500)} |" for key, value in rows.items()),
     )
+
+
+def _origin_of(model: ModelSettings, base: Mapping[str, str], *, adapter: bool) -> Mapping[str, object]:
+    """Return the rows on the base model, if there is one."""
+    if not base:
+        return {}
+    rows: dict[str, object] = {"base model": base["base_model"]}
+    if model.lora_rank:
+        rows["LoRA"] = f"rank {model.lora_rank}{'' if adapter else ', merged into the base model'}"
+    if "license" not in base:
+        rows["licence"] = "that of the base model, whose card states none here"
+    return rows
 
 
 def _log(path: Path, step: int) -> Mapping[str, object]:
@@ -104,17 +117,17 @@ def _facts(records: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
     return rows
 
 
-def push(folder: Path, repo: str, card: str, *, private: bool, dry_run: bool) -> str:
+def push(folder: Path, repo: str, *, private: bool, dry_run: bool) -> str:
     """Push the exported ``folder`` in one commit, and return a sentence about it. A card that is there already stays.
 
     Raises:
         DiLoCoError: the hub refuses it, or can't be reached; nothing but an empty repository can have been created.
     """
-    write_whole(folder / CARD, card)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     size = format_bytes(sum(path.stat().st_size for path in files))
     what = f"{len(files)} files, {size}, to {'a private' if private else 'a public'} {repo}"
     if dry_run:
+        card = (folder / CARD_NAME).read_text("utf-8")
         return f"{card}\nwould push {what}: {', '.join(path.name for path in files)}"
     with from_extra("hf", "--push needs huggingface_hub"):
         from huggingface_hub import HfApi
@@ -127,7 +140,7 @@ def push(folder: Path, repo: str, card: str, *, private: bool, dry_run: bool) ->
         there = {each.rfilename for each in about.siblings or ()}
         if other := sorted((there & _LOADED_FIRST) - {path.name for path in files}):
             raise ConfigurationError(f"its {other[0]} would be loaded instead. Delete it there, or use another one")
-        kept = [CARD] if CARD in there else []
+        kept = [CARD_NAME] if CARD_NAME in there else []
         api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Export of diloco")
     except Exception as error:  # of the hub, of the network, or of a missing token: they have no common type
         why = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]

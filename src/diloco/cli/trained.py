@@ -23,7 +23,7 @@ from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
-    from diloco.data import ChatTokenizer, Tokenizer
+    from diloco.data import Tokenizer
     from diloco.trained import Trained
 
 
@@ -202,7 +202,7 @@ def run_generate(arguments: Sequence[str]) -> int:
         return text_of(generate(trained.model, prompt, generator, **how), tokenizer)
 
     if options.chat:
-        return _chat(options, trained.chat_tokenizer(options.format), pieces)
+        return _chat(options, trained, pieces)
     tokenizer, prompt = trained.tokenizer, options.prompt
     text = pieces(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], tokenizer.eos_id)
     if options.json:
@@ -215,9 +215,11 @@ def run_generate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
+def _chat(options: GenerateOptions, trained: Trained, pieces: Callable[..., Iterator[str]]) -> int:
     from diloco.trained import without_end
 
+    tokenizer = trained.chat_tokenizer(options.format)
+    ends = trained.stop_tokens(tokenizer)
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system]
     asks = not options.prompt and sys.stdin.isatty()
@@ -237,7 +239,7 @@ def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[.
             print(problem)
             continue
         messages.append(asked)
-        answer = pieces(tokenizer, tokenizer.prompt(messages), *tokenizer.answer_ends, tokenizer.eos_id)
+        answer = pieces(tokenizer, tokenizer.prompt(messages), *ends)
         messages.append({"role": "assistant", "content": _show(without_end(answer, tokenizer.closing))})
 
 
@@ -258,6 +260,7 @@ class ExportOptions(TrainedOptions):
 
     --to hf writes a folder for transformers and for --init-from, --to adapter the adapter of a
     fine-tuning run, for peft. --merge merges that adapter into its base model, and writes the whole model.
+    README.md, a card for the hub, says how the model was trained.
 
     Examples:
       diloco export runs/streaming-tiny --out exported
@@ -278,11 +281,11 @@ class ExportOptions(TrainedOptions):
     overwrite: bool = False
     """Replace an earlier export."""
     push: Annotated[str | None, arg(metavar="USER/NAME")] = None
-    """hf, adapter: push the folder to this repository of the Hugging Face hub, with a card on how it was trained."""
+    """hf, adapter: push the folder to this repository of the Hugging Face hub."""
     private: bool = False
     """--push: create the repository as a private one."""
     dry_run: bool = False
-    """--push: print the card and the names of the files instead."""
+    """--push: print the card (README.md) and the names of the files instead."""
 
     def __post_init__(self) -> None:
         if self.push is None and (self.private or self.dry_run):
@@ -310,23 +313,29 @@ def run_export(arguments: Sequence[str]) -> int:
             raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
         if options.merge and options.to != "hf":
             raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
-        card = "" if options.push is None else model_card(trained, options.push, adapter=options.to == "adapter")
+        card = ""
+        if trained.step is not None:
+            card = model_card(trained, options.push or out.name, adapter=options.to == "adapter")
+        elif options.push is not None:
+            raise ConfigurationError(
+                f"--push needs a run, which says how the model was trained, but {trained.path} is not a run."
+            )
         if options.to == "adapter":
-            export_adapter(trained, out, overwrite=overwrite)
+            export_adapter(trained, out, overwrite=overwrite, card=card)
             print(f"{out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
-            return _push(options, card)
-        model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite)
+            return _push(options)
+        model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite, card=card)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = format_bytes(sum(file.stat().st_size for file in out.iterdir()))
     print(f"{out}: {type(model).__name__}, {format_count(parameters)} parameters, {dtype}, {size}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")
-    return _push(options, card)
+    return _push(options)
 
 
-def _push(options: ExportOptions, card: str) -> int:
+def _push(options: ExportOptions) -> int:
     if options.push is not None:
         from diloco.cli.hub import push
 
-        print(push(options.out, options.push, card, private=options.private, dry_run=options.dry_run))
+        print(push(options.out, options.push, private=options.private, dry_run=options.dry_run))
     return 0

@@ -122,6 +122,11 @@ class Tokenizer:
         """Return the number of UTF-8 bytes that ``ids`` stand for; the end-of-document token stands for none."""
         return int(self._num_bytes[np.asarray(ids, dtype=np.int64)].sum())
 
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens that are not made of pieces of text, such as those that end documents or answers."""
+        return {index: token.content for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``; `load_tokenizer` reads them back."""
         folder.mkdir(parents=True, exist_ok=True)

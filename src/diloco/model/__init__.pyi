@@ -1,10 +1,15 @@
 from .adapters import save_adapter as save_adapter
+from .folders import CARD_NAME as CARD_NAME
+from .folders import GENERATION_NAME as GENERATION_NAME
 from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_weights as native_weights
+from .folders import read_json as read_json
 from .folders import stored_tensors as stored_tensors
 from .folders import tensors_in as tensors_in
 from .huggingface import HuggingFaceModel as HuggingFaceModel
+from .huggingface import base_card as base_card
 from .huggingface import base_digest as base_digest
+from .huggingface import generation_settings as generation_settings
 from .language_model import LanguageModel as LanguageModel
 from .language_model import LossParts as LossParts
 from .language_model import build_language_model as build_language_model

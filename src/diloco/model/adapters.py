@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.algorithm import model_state, named_parameters
 from diloco.errors import ConfigurationError, from_extra
-from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.huggingface import HuggingFaceModel, base_card
 from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = lora_config(model.settings)
-    config.base_model_name_or_path = place = model.settings.place
-    if not Path(place).expanduser().is_dir():
-        config.base_model_name_or_path, config.revision = model.settings.on_hub
+    config.base_model_name_or_path = base_card(model.settings)["base_model"]  # no path: others have it elsewhere
+    if not Path(model.settings.place).expanduser().is_dir():
+        config.revision = model.settings.on_hub[1]
     config.inference_mode = True
     config.fan_in_fan_out = vars(model.tuner[0].peft_config[_NAME])["fan_in_fan_out"]
     tensors = {_file_name(name): value.detach().float().cpu().contiguous() for name, value in values.items()}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 CONFIG_NAME, WEIGHTS_NAME, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
+GENERATION_NAME, CARD_NAME = "generation_config.json", "README.md"
 MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {
     ("swiglu", False): "llama",
     ("swiglu", True): "qwen3",

@@ -9,6 +9,8 @@ import copy
 import importlib.util
 import inspect
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from diloco.algorithm import model_state, named_parameters, persistent_buffers, set_whole_
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
+    CARD_NAME,
     CONFIG_NAME,
+    GENERATION_NAME,
     SHARDS,
     WEIGHTS_NAME,
     Unread,
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 
+_log = logging.getLogger(__name__)
+
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
 
 _CHANGE_LOGITS = (
@@ -55,6 +61,7 @@ IMPLEMENTATIONS = {
 }
 """The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # the name of a model there
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 
@@ -272,6 +279,41 @@ def base_digest(settings: ModelSettings) -> str:
     return weights_digest(folder) if _has_stored(folder, settings) else ""
 
 
+def generation_settings(settings: ModelSettings) -> dict[str, Any]:
+    """Return how the model that ``settings`` name is meant to generate, as its folder says; empty if it does not."""
+    if settings.kind != "hf":
+        return {}
+    file = _find_folder(settings, with_weights=False) / GENERATION_NAME
+    return read_json(file) if file.is_file() else {}
+
+
+def base_card(settings: ModelSettings) -> dict[str, str]:
+    """Return what the card of a model made from the one that ``settings`` name says of it: its name, and its licence as
+    far as it states one. Neither holds a path.
+    """
+    from huggingface_hub import metadata_load, try_to_load_from_cache
+
+    folder, (name, revision) = Path(settings.place).expanduser(), settings.on_hub
+    card: Any = None
+    try:
+        if folder.is_dir():
+            stored = read_json(folder / CONFIG_NAME)
+            cached = re.search(r"models--(\w[\w.-]*?)--(\w[\w.-]*)/snapshots/", f"{folder.resolve()}/")
+            named = str(stored.get("_name_or_path"))
+            name = "/".join(cached.groups()) if cached else named if _ON_HUB.fullmatch(named) else settings.label
+            file: Any = folder / CARD_NAME
+            card = {"license": stored.get("license")}
+        else:
+            file = try_to_load_from_cache(name, CARD_NAME, revision=revision)  # fetched with the configuration
+        if isinstance(file, str | Path) and Path(file).is_file():
+            card = metadata_load(file) or card
+    except Exception as error:  # of YAML, which anybody may have written: the model can be used without
+        _log.info("The card of %s can't be read: %r", name, error)
+    stated = {key: (card or {}).get(key) for key in ("license", "license_name", "license_link")}
+    words = {key: str(value) for key, value in stated.items() if re.fullmatch(r"[\w.:/+-]+", str(value or ""))}
+    return {"base_model": name, **words}
+
+
 def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     """Return the local folder, or the local copy of the hub's files."""
     place = settings.place
@@ -281,7 +323,7 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     name, revision = settings.on_hub
-    patterns = [CONFIG_NAME, "generation_config.json"]
+    patterns = [CONFIG_NAME, GENERATION_NAME, CARD_NAME]
     if with_weights and settings.huggingface.weights != "fresh":
         patterns += [WEIGHTS_NAME, SHARDS]
     with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
@@ -373,7 +415,7 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
         four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
         bits = four if settings.quantization == "nf4" else {"load_in_8bit": True}
         arguments["quantization_config"] = BitsAndBytesConfig(**bits)  # type: ignore[no-untyped-call]  # of the library
-    if (generation := folder / "generation_config.json").is_file():
+    if (generation := folder / GENERATION_NAME).is_file():
         arguments["generation_config"] = GenerationConfig.from_dict(read_json(generation))
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     stored = stored_tensors(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 import time
@@ -30,7 +31,7 @@ from diloco.events import (
     Sink,
     to_json,
 )
-from diloco.model import check_vocabulary, with_vocabulary
+from diloco.model import GENERATION_NAME, check_vocabulary, generation_settings, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
 from diloco.train.fleet import Fleet
@@ -97,6 +98,8 @@ def run_training(
                 if resumed_from is None or not (folder / "config.toml").exists():
                     make_private_folder(folder)
                     corpus.tokenizer.save(folder)
+                    if generation := generation_settings(settings.model):
+                        write_whole(folder / GENERATION_NAME, json.dumps(generation, indent=2) + "\n")
                 write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
             except OSError as error:
                 raise DiLoCoError(f"{folder} can't be written: {error.strerror or error}.") from error

@@ -30,12 +30,15 @@ from diloco.data import ChatTokenizer, Tokenizer, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
+    CARD_NAME,
+    GENERATION_NAME,
     LanguageModel,
     ModelSettings,
     Transformer,
     build_language_model,
     is_huggingface_folder,
     native_weights,
+    read_json,
     stored_tensors,
     tensors_in,
 )
@@ -78,6 +81,21 @@ class Trained:
     def chat_tokenizer(self, format: str = "chat") -> ChatTokenizer:
         """Return its tokenizer with the chat template, or another one, as `DataSettings.format` names it."""
         return ChatTokenizer(str(self._tokenizer_folder), format)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The ``generation_config.json`` of the model from which the run began, or of the folder; empty without one."""
+        file = self._tokenizer_folder / GENERATION_NAME
+        return read_json(file) if file.is_file() else {}
+
+    def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens that end an answer, or a document: what was learned as its end, and those of the base."""
+        stored = self.generation.get("eos_token_id")
+        stops = {token for token in (stored if isinstance(stored, list) else [stored]) if isinstance(token, int)}
+        if self.generation.get("_from_model_config"):  # transformers wrote it, perhaps from values that nobody chose
+            stops &= tokenizer.added_tokens.keys()
+        learned = tokenizer.answer_ends if isinstance(tokenizer, ChatTokenizer) else frozenset[int]()
+        return sorted({token for token in stops if 0 <= token < self.model.vocab_size} | learned | {tokenizer.eos_id})
 
     @property
     def _tokenizer_folder(self) -> Path:
@@ -305,8 +323,10 @@ def export_huggingface(
     *,
     dtype: Dtype = "float32",
     overwrite: bool = False,
+    card: str = "",
 ) -> PreTrainedModel:
-    """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
+    """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, ``diloco.json``, and a
+    ``card`` as README.md.
 
     The folder declares the sequence length of the training, beyond which a model performs poorly. It is written next to
     its final path and renamed, so it exists completely or not at all. ``overwrite`` replaces an exported model. The
@@ -327,47 +347,59 @@ def export_huggingface(
                 f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "
                 "the checkpoint is damaged, another checkpoint. Nothing was exported."
             )
-    tokenizer, ends = trained.tokenizer, trained.tokenizer.eos_id
-    config, generation = made.config, made.generation_config
+    tokenizer = trained.chat_tokenizer() if trained.has_template else trained.tokenizer
+    config = made.config
     if native:
         config.max_position_embeddings = longest
     # The token that ends a document also begins the first one. The model's configuration has no padding token, because
     # the embedding of that token would get no gradient.
-    config.eos_token_id = ends
+    config.eos_token_id = tokenizer.eos_id
     if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
-        config.bos_token_id = ends
-    if generation is not None:
-        generation._from_model_config = False
-        generation.eos_token_id = generation.pad_token_id = ends
-        generation.bos_token_id = config.bos_token_id
-    if trained.has_template:
-        tokenizer = chat = trained.chat_tokenizer()
-        generation.eos_token_id = sorted({chat.eos_id, *chat.answer_ends})
+        config.bos_token_id = tokenizer.eos_id
+    generation = trained.generation or (made.generation_config.to_diff_dict() if made.generation_config else {})
+    made.generation_config = type(made.generation_config)()  # the library refuses to write some that others wrote
     origin = {"model": asdict(replace(native, max_sequence_length=longest))} if native else {}
-    with _writing(folder, overwrite, trained, dtype, origin) as partial:
+    with _writing(folder, overwrite, trained, dtype, origin, card) as partial:
         made.save_pretrained(partial)
-        tokenizer.save(partial)
-        stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
-        added = {"bos_token": stored["eos_token"], "model_max_length": longest}
-        added |= {"clean_up_tokenization_spaces": False} | stored
-        (partial / "tokenizer_config.json").write_text(json.dumps(added, indent=2) + "\n", "utf-8")
+        _save_tokenizer(partial, trained, tokenizer, generation | {"bos_token_id": config.bos_token_id}, longest)
     return made
 
 
-def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
+def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False, card: str = "") -> None:
     """Write a folder that ``peft`` loads, with the tokeniser of the run, as `export_huggingface` writes one."""
     from diloco.model import save_adapter
 
     _check_place(folder, overwrite)
     model: Any = trained.model
-    with _writing(folder, overwrite, trained, "float32", {}) as partial:
+    tokenizer = trained.chat_tokenizer() if trained.has_template else trained.tokenizer
+    with _writing(folder, overwrite, trained, "float32", {}, card) as partial:
         save_adapter(partial, model, trainable_parameters(model))
-        trained.chat_tokenizer().save(partial)
+        _save_tokenizer(partial, trained, tokenizer, trained.generation, trained.model.max_sequence_length)
+
+
+def _save_tokenizer(
+    folder: Path, trained: Trained, tokenizer: Tokenizer, generation: Mapping[str, Any], longest: int
+) -> None:
+    """Write a tokenizer with a padding token, and ``generation_config.json`` with all tokens that end an answer."""
+    tokenizer.save(folder)
+    file, stops, added = folder / "tokenizer_config.json", trained.stop_tokens(tokenizer), tokenizer.added_tokens
+    stored = json.loads(file.read_text("utf-8"))
+    pad = generation.get("pad_token_id")
+    if not isinstance(pad, int) or pad not in added:
+        pad = next((index for index, token in added.items() if token == stored.get("pad_token")), tokenizer.eos_id)
+    ours = {"bos_token": stored["eos_token"], "pad_token": added[pad], "model_max_length": longest}
+    ours |= {"clean_up_tokenization_spaces": False} | stored
+    file.write_text(json.dumps(ours, indent=2) + "\n", "utf-8")
+    kept = {name: value for name, value in generation.items() if name != "_from_model_config"}
+    kept |= {"eos_token_id": stops if len(stops) > 1 else stops[0], "pad_token_id": pad}
+    (folder / GENERATION_NAME).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
 
 
 @contextmanager
-def _writing(folder: Path, overwrite: bool, trained: Trained, dtype: Dtype, more: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a folder to fill, to which `ORIGIN_FILE` is added and which then becomes ``folder``."""
+def _writing(
+    folder: Path, overwrite: bool, trained: Trained, dtype: Dtype, more: Mapping[str, Any], card: str
+) -> Iterator[Path]:
+    """Yield a folder to fill, to which `ORIGIN_FILE` and the card are added and which then becomes ``folder``."""
     origin = {
         "diloco": metadata.version("diloco"),
         "run": trained.run.name,
@@ -381,6 +413,8 @@ def _writing(folder: Path, overwrite: bool, trained: Trained, dtype: Dtype, more
     try:
         with new_folder(folder, replaces=overwrite) as partial:
             yield partial
+            if card:
+                (partial / CARD_NAME).write_text(card, "utf-8")
             (partial / ORIGIN_FILE).write_text(json.dumps({**origin, **more}, indent=2) + "\n", "utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} can't be written: {error}. What was there before is unchanged.") from error
