@@ -1,0 +1,1 @@
+"""Things that nobody here wrote: see README.md beside this file."""
