@@ -22,10 +22,10 @@ def tree(mark: float) -> dict[str, Any]:
     return {"weight": torch.full((3, 5), mark), "state": {0: (mark, torch.tensor([mark], dtype=torch.bfloat16))}}
 
 
-def save(folder: Path, step: int, mark: float, keep: int = 3, agreed: int | None = None) -> Path:
+def save(folder: Path, step: int, mark: float, keep: int = 3, agreed: int | None = None, **more: Any) -> Path:
     parts = {"replica-0": tree(mark), "replica-1": tree(mark + 0.5), "run": {"mark": mark}}
     about = {"algorithm": "streaming", "mark": mark}
-    return save_checkpoint(folder, step, parts, about=about, keep=keep, agreed=agreed)
+    return save_checkpoint(folder, step, parts, about=about, keep=keep, agreed=agreed, **more)
 
 
 def mark_of(path: Path) -> float:

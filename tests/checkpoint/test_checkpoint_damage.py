@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from diloco.checkpoint import list_checkpoints, open_checkpoint
+from diloco.checkpoint import list_checkpoints, open_checkpoint, open_sound
 from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import mark_of, resealed, save
 
@@ -83,6 +83,30 @@ def test_a_damaged_older_checkpoint_stops_no_run(name: str, damaged: Path) -> No
             open_checkpoint(damaged)
     else:  # the manifest says that it was saved first
         assert mark_of(damaged) == 2.0
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("change", [bytes.swapcase, lambda content: content[:-1]])
+def test_a_run_goes_on_from_the_one_before_a_damaged_checkpoint_and_says_what_that_costs(
+    change: Callable[[bytes], bytes], name: str, damaged: Path
+) -> None:
+    path = damaged / "step-00000002" / name
+    path.write_bytes(change(path.read_bytes()))
+    checkpoint, sentences = open_sound(damaged)
+    assert checkpoint.path.name == "step-00000001"
+    assert name in sentences[0]
+    assert "goes on from" in sentences[1]
+    assert "; 1 steps are trained again" in sentences[1]
+    with pytest.raises(CheckpointError, match="step-00000001 in the same folder is complete"):
+        open_sound(damaged / "step-00000002")
+    (damaged / "step-00000001" / name).unlink()
+    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+        open_sound(damaged)
+
+
+def test_a_sound_checkpoint_is_used_without_a_word(damaged: Path) -> None:
+    checkpoint, sentences = open_sound(damaged)
+    assert (checkpoint.path.name, sentences) == ("step-00000002", ())
 
 
 def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints at another place: whatever happens to an upload, the newest whole one is fetched, and nothing half."""
 
 import errno
+import os
 import re
 import shutil
 import threading
@@ -142,18 +143,47 @@ def test_what_is_not_whole_is_never_taken(change: str, place: str, tmp_path: Pat
     assert names(tmp_path / "new" / "checkpoints") == {"step-00000001"}
 
 
-@pytest.mark.parametrize(
-    ("steps", "change", "words"),
-    [((1, 2), bytes.swapcase, "its digest differs from the manifest's"), ((1,), None, "no whole checkpoint")],
-)
-def test_a_damage_that_only_the_digest_shows_and_no_whole_checkpoint_are_errors(
-    steps: tuple[int, ...], change: Callable[[bytes], bytes] | None, words: str, place: str, tmp_path: Path
-) -> None:
-    mirrored(place, home(tmp_path / "run"), *steps)
-    change_newest(place, "run.json", change)
-    with pytest.raises(CheckpointError, match=words):
+def test_no_whole_checkpoint_where_there_was_one_is_an_error(place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 1)
+    change_newest(place, "run.json", None)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         fetch_run(place, tmp_path / "new")
     assert list((tmp_path / "new").rglob("step-*")) == []
+    with pytest.raises(ConfigurationError, match="has the checkpoints of a run already"):
+        claimed(place, tmp_path / "run")
+
+
+def test_a_damage_that_only_the_digest_shows_costs_the_steps_after_the_one_before_and_is_told(
+    place: str, tmp_path: Path
+) -> None:
+    mirrored(place, run := home(tmp_path / "run"), 1, 7)
+    change_newest(place, "run.json", bytes.swapcase)
+    told: list[str] = []
+    assert fetch_run(place, tmp_path / "new", tell=told.append)
+    assert mark_of(tmp_path / "new") == 1
+    assert names(tmp_path / "new" / "checkpoints") == {"step-00000001"}
+    assert re.search(r"step-00000007-\w+/run\.json is damaged: its digest differs from the manifest's", told[0])
+    assert re.search(r"step 7 is passed over.* is 1; 6 steps are trained again", told[1])
+    assert len(told) == 2
+    told.clear()
+    shutil.rmtree(run / "checkpoints" / "step-00000007")
+    mirrored(place, tmp_path / "new", 8, fresh=False)
+    assert fetch_run(place, run, tell=told.append), "what was passed over once is deleted with the next upload"
+    assert (mark_of(run), told) == (8, [])
+    change_newest(place, "run.json", bytes.swapcase)
+    with pytest.raises(CheckpointError, match=r"is damaged: .* no whole checkpoint that all replicas have"):
+        fetch_run(place, tmp_path / "third")
+
+
+def test_half_an_upload_costs_its_steps_and_is_told(place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 4, 8)
+    change_newest(place, "replica-0.safetensors", lambda content: content[:-5])
+    told: list[str] = []
+    assert fetch_run(place, tmp_path / "new", tell=told.append)
+    assert [re.sub(r"memory\S+ ", "", each) for each in told] == [
+        "step 8 is passed over (replica-0 has no whole upload of it). The newest step that is whole for all is 4; "
+        "4 steps are trained again."
+    ]
 
 
 def test_names_that_leave_the_folder_are_not_written(place: str, tmp_path: Path) -> None:
@@ -320,7 +350,7 @@ def test_a_store_that_is_not_known_or_not_installed_is_named(url: str, words: st
         Mirror(url, tmp_path, 1)
 
 
-def test_a_slow_upload_needs_no_file_that_is_deleted_meanwhile_and_leaves_out_what_waits(
+def test_what_is_being_uploaded_stays_until_then_and_what_waits_is_left_out(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on, usual = threading.Event(), threading.Event(), DirFileSystem.open
@@ -334,21 +364,46 @@ def test_a_slow_upload_needs_no_file_that_is_deleted_meanwhile_and_leaves_out_wh
     monkeypatch.setattr(DirFileSystem, "open", slow)
     mirror.offer(save(run / "checkpoints", 1, 1.0, keep=1))
     assert began.wait(60)
-    for mark in (2, 3):  # each deletes the one before
-        mirror.offer(save(run / "checkpoints", mark, mark, keep=1))
+    for mark in (2, 3):  # each would delete the ones before
+        mirror.offer(save(run / "checkpoints", mark, mark, keep=1, in_use=mirror.in_use))
+    assert names(run / "checkpoints") == {f"step-0000000{mark}" for mark in (1, 2, 3)}
     goes_on.set()
     mirror.close()
+    assert not mirror.in_use
+    save(run / "checkpoints", 4, 4.0, keep=1, in_use=mirror.in_use)
+    assert names(run / "checkpoints") == {"step-00000004"}
     assert whole(place) == ["00000001-step-00000001", "00000002-step-00000003"]
     change_newest(place, "manifest.json", None)
     fetch_run(place, tmp_path / "new")
     assert mark_of(tmp_path / "new") == 1
 
 
-def replica(place: str, folder: Path, number: int, *steps: int, digest: str = "") -> None:
+def test_an_upload_opens_one_file_at_a_time(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have few file descriptors, and a checkpoint of many replicas many files."""
+    run, usual, most = home(tmp_path / "run"), DirFileSystem.open, 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+        most = max(most, sum(path.startswith(str(run)) for path in opened))
+        return usual(*arguments, **options)
+
+    monkeypatch.setattr(DirFileSystem, "open", counted)
+    mirrored(place, run, 1)
+    assert most == 1
+
+
+def claimed_by(place: str, run: Path, number: int, *, fresh: bool, keep: int = 9) -> Mirror:
+    mirror = Mirror(place, run, keep, number)
+    mirror.claim(RUN, fresh=fresh)
+    return mirror
+
+
+def replica(place: str, folder: Path, number: int, *steps: int, digest: str = "", keep: int = 9) -> None:
     """Save and upload what a replica in a process of its own does."""
-    run, url = folder / f"replica-{number}" if number else folder, f"{place}/replica-{number}" if number else place
+    run = folder / f"replica-{number}" if number else folder
     run.mkdir(parents=True, exist_ok=True)
-    mirror = claimed(url, run, 9, fresh=False)
+    mirror = claimed_by(place, run, number, fresh=False, keep=keep)
     for step in steps:
         about = {"num_replicas": 2, "identity": RUN, "global_params_digest": digest or str(step)}
         parts = {f"replica-{number}": {"step": step}}
@@ -373,23 +428,70 @@ def test_a_number_of_replicas_that_somebody_has_written_takes_no_memory(place: s
     mirrored(place, home(tmp_path / "run"), 1)
     crowd, swarm = {"num_replicas": 1 << 60}, {"elastic": True}
     change_newest(place, "manifest.json", lambda content: resealed(content, lambda m: m["about"].update(crowd)))
-    with pytest.raises(CheckpointError, match="no whole checkpoint that all replicas have"):
-        fetch_run(place, tmp_path / "new")
+    assert not fetch_run(place, tmp_path / "new")
     change_newest(place, "manifest.json", lambda content: resealed(content, lambda m: m["about"].update(swarm)))
     assert fetch_run(place, tmp_path / "new"), "each peer of a swarm has all that it needs"
 
 
-@pytest.mark.parametrize("steps", [(), (2,)])
+@pytest.mark.parametrize("others", [(), (2,)])
 @pytest.mark.parametrize("own", [None, 0, 1])
-def test_replicas_that_have_no_step_in_common_do_not_begin_again(
-    steps: tuple[int, ...], own: int | None, place: str, tmp_path: Path
+def test_a_run_that_was_killed_before_all_had_uploaded_a_step_begins_again_and_says_so(
+    others: tuple[int, ...], own: int | None, place: str, tmp_path: Path
 ) -> None:
     replica(place, tmp_path / "run", 0, 1)
-    replica(place, tmp_path / "run", 1, *steps)
-    there = r"Steps: \{'replica-0': \[1\]" + r", 'replica-1': \[2\]\}" * len(steps)
-    with pytest.raises(CheckpointError, match=there):
-        fetch_run(place, tmp_path / "new", own)
+    replica(place, tmp_path / "run", 1, *others)
+    told: list[str] = []
+    assert not fetch_run(place, tmp_path / "new", own, tell=told.append)
+    there = "Steps: replica-0 has 1" + "; replica-1 has 2" * len(others)
+    assert len(told) == 1
+    assert there in told[0]
     assert not (tmp_path / "new").exists()
+    for number in (0, 1):
+        claimed_by(place, tmp_path / "new", number, fresh=True)
+    assert fetch_run(place, tmp_path / "run", own, tell=told.append), "what is in the run folder is used"
+    assert "goes on from what is in the run folder" in told[1]
+
+
+def test_replicas_that_have_no_step_in_common_any_more_do_not_begin_again(place: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        for number in (0, 1):
+            replica(place, tmp_path / "run", number, step, keep=1)
+    store(place).rm("replica-1", recursive=True)
+    with pytest.raises(
+        CheckpointError, match=r"no whole checkpoint that all replicas have\. Steps: replica-0 has 2, 3"
+    ):
+        fetch_run(place, tmp_path / "new")
+    with pytest.raises(ConfigurationError, match="has the checkpoints of a run already"):
+        claimed_by(place, tmp_path / "new", 0, fresh=True)
+
+
+def uploaded(place: str) -> list[tuple[int, int]]:
+    """Return the replica and the step of each whole upload."""
+    paths = [path for path in store(place).find("") if path.endswith("manifest.json")]
+    return sorted((int("replica-1" in path), int(path.split("/")[-2][14:22])) for path in paths)
+
+
+def test_a_step_stays_until_a_newer_one_is_whole_for_all_replicas(place: str, tmp_path: Path) -> None:
+    """Replica 1 uploads slowly: whenever all are killed, there is a step that all have."""
+    run = tmp_path / "run"
+    replica(place, run, 0, 1, keep=1)
+    replica(place, run, 0, 2, keep=1)
+    assert uploaded(place) == [(0, 1), (0, 2)], "nothing is whole for all yet"
+    replica(place, run, 1, 1, keep=1)
+    for step in (3, 4, 5):
+        replica(place, run, 0, step, keep=1)
+        assert uploaded(place) == [(0, 1), (0, step), (1, 1)]
+    there = store(place)
+    there.pipe_file("replica-1/checkpoints/00000002-step-00000005-0a0b0c0d/home/config.toml", b"")
+    for step in (6, 7):
+        replica(place, run, 0, step, keep=1)
+        assert uploaded(place) == [(0, 1), (0, 5), (0, step), (1, 1)], "step 5 is being uploaded"
+    replica(place, run, 1, 5, keep=1)
+    assert uploaded(place) == [(0, 1), (0, 5), (0, 7), (1, 5)]
+    replica(place, run, 0, 8, keep=1)
+    assert uploaded(place) == [(0, 5), (0, 8), (1, 5)]
+    assert fetch_run(place, tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").rglob("step-*")} == {"step-00000005"}
 
 
 def test_what_is_here_already_is_not_written_again_and_what_was_saved_here_later_stays_the_newest(

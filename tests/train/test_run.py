@@ -123,6 +123,24 @@ def test_who_resumes_from_an_older_step_than_one_has_is_told(data: Path, tmp_pat
     assert listener.of(RunStarted)[0].step == 4
 
 
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_ends_with_the_same_bits(
+    data: Path, tmp_path: Path
+) -> None:
+    whole = train(data, tmp_path / "whole")
+    out, listener = tmp_path / "run", Listener()
+    train(data, out, "--checkpoint.every-steps 3 --stop-after 8")
+    newest = out / "checkpoints" / "step-00000008"
+    path = newest / "global.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"damaged.*step-00000006 in the same folder is complete"):
+        train(data, out, f"--resume {newest}")
+    summary = train(data, out, f"--resume {out}", sink=listener)
+    assert summary["global_params_digest"] == whole["global_params_digest"]
+    notes = " ".join(note.text for note in listener.of(Note))
+    assert "global.safetensors is damaged" in notes
+    assert "step-00000006; 2 steps are trained again" in notes
+
+
 def test_a_folder_without_space_is_named(data: Path, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(Tokenizer, "save", side_effect=full), pytest.raises(DiLoCoError, match="run can't be wri"):

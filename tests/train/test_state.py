@@ -80,7 +80,7 @@ def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(
             shutil.move(own / "step-00000011", tmp_path / "away")
             assert [held_step(number, out) for number in (0, 1)] == [11, 10]
             with pytest.raises(CheckpointError, match=r"holds no replica 1: .* Copy the folders of all replicas"):
-                train(data, out, f"{lossy} --resume {out}")
+                train(data, out, f"{lossy} --resume {out}/checkpoints/step-00000011")
             monkeypatch.chdir(out / "checkpoints")  # a path may be relative to the checkpoints themselves
             assert held_step(0, Path("step-00000011", "..", "step-00000010")) == 10
             shutil.copytree(own / "step-00000009", own / "step-00000011")

@@ -8,6 +8,7 @@ from .mirror import fetch_run as fetch_run
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
+from .reading import open_sound as open_sound
 from .reading import read_manifest as read_manifest
 from .reading import run_folder as run_folder
 from .reading import write_manifest as write_manifest

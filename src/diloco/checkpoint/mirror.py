@@ -13,6 +13,10 @@ no file of an upload is ever written twice.
           home/config.toml, ...               the files of the run folder beside its checkpoints
           manifest.json                       uploaded last; the upload is whole if all files in it have their sizes
       replica-1/...                           the same of replica 1, if that is a process of its own
+
+Replicas resume from the newest step of which all have a whole upload. So each keeps its upload of that step until a
+newer one is whole for all of them, and those of the steps that the others are uploading, beside its newest ones. What
+is kept for a replica that is gone for ever are two uploads, however long the others go on.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeAlias
 
 from diloco.checkpoint.disk import check_content, new_folder, write_whole
 from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
@@ -60,6 +64,18 @@ class _Upload:
     folder: str  # its path at the place
     name: str  # of the checkpoint
     sizes: dict[str, int] = field(default_factory=dict)  # by file name
+
+    @property
+    def number(self) -> int:
+        """Its place in the order in which the replica has uploaded."""
+        return int(self.folder.rpartition("/")[2][:8])
+
+
+_Whole: TypeAlias = Mapping[str, list[tuple[_Upload, Manifest]]]
+"""The whole uploads of each replica, the newest first; "" is replica 0, or all replicas of one process."""
+
+_Chosen: TypeAlias = dict[str, tuple[_Upload, Manifest]]
+"""An upload of each replica, all of the same step."""
 
 
 class _Place:
@@ -114,6 +130,13 @@ class _Place:
             by_replica.setdefault(folders[folder].replica, []).append(folders[folder])
         return by_replica
 
+    def whole(self, uploads: Mapping[str, list[_Upload]], damaged: Collection[str] = ()) -> _Whole:
+        """Return the uploads that are whole as far as their sizes show, without the folders of ``damaged`` ones."""
+        return {
+            replica: [(each, m) for each in group if each.folder not in damaged and (m := self.read(each))]
+            for replica, group in uploads.items()
+        }
+
     def run_files(self, upload: _Upload) -> dict[str, bytes]:
         """Return the files of the run folder in an upload by name; read once, as what is there may change."""
         names = [file.removeprefix(_HOME) for file in upload.sizes if file.startswith(_HOME)]
@@ -123,32 +146,48 @@ class _Place:
 
     def read(self, upload: _Upload) -> Manifest | None:
         """Return the manifest of an upload, or None if it is not whole."""
+        manifest = self._manifest(upload)
+        return manifest if manifest and _has_all_files(upload, manifest) else None
+
+    def lost_files(self, uploads: Mapping[str, list[_Upload]]) -> bool:
+        """Return whether an upload is not whole although its manifest, which is uploaded last, is there."""
+        manifests = [(each, self._manifest(each)) for group in uploads.values() for each in group]
+        return any(manifest and not _has_all_files(each, manifest) for each, manifest in manifests)
+
+    def _manifest(self, upload: _Upload) -> Manifest | None:
         path = f"{upload.folder}/{MANIFEST}"
         if not 0 < upload.sizes.get(MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
             return None
         try:
-            manifest = parse_manifest(self.store.cat_file(path), path)
+            return parse_manifest(self.store.cat_file(path), path)
         except (CheckpointError, FileNotFoundError):  # damaged, or deleted since
             return None
-        files = [item for entries in manifest.parts.values() for item in entries.items()]
-        whole = all(upload.sizes.get(name) == facts.size_bytes for name, facts in files)
-        return manifest if whole and upload.name == f"step-{manifest.step:08d}" else None
+
+
+def _has_all_files(upload: _Upload, manifest: Manifest) -> bool:
+    files = [item for entries in manifest.parts.values() for item in entries.items()]
+    sizes_are_right = all(upload.sizes.get(name) == facts.size_bytes for name, facts in files)
+    return sizes_are_right and upload.name == f"step-{manifest.step:08d}"
 
 
 class Mirror:
     """Uploads the checkpoints of one run folder in a thread, one at a time, and deletes the oldest ones there.
 
     Args:
-        url: where to; another run folder must have another place.
-        home: the run folder.
+        url: where to; another run must have another place.
+        home: the run folder, or that of one replica.
         keep: how many whole checkpoints to keep there.
+        replica: the number of the replica whose folder ``home`` is, if it is not 0.
     """
 
-    def __init__(self, url: str, home: Path, keep: int) -> None:
+    def __init__(self, url: str, home: Path, keep: int, replica: int = 0) -> None:
         self._place, self._home, self._keep = _Place(url), home, keep
+        self._replica = f"replica-{replica}" if replica else ""
+        self._below = f"{self._replica}/" if replica else ""
         about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
         self._writer, self._number = json.dumps(about).encode(), 0
         self._thread = ThreadPoolExecutor(1, "diloco-mirror")
+        self._uploading: dict[Future[None], Path] = {}
         self._last, self._work = home, Future[None]()  # what was offered last, and its upload
         self._work.set_result(None)
         self.sentences: list[str] = []
@@ -165,42 +204,37 @@ class Mirror:
             CheckpointError: it can't be written to, or read.
             ConfigurationError: there is another run.
         """
-        place = self._place
+        place, writer = self._place, f"{self._below}{_WRITER}"
         with place.reached("written to"):
-            manifest = next(filter(None, map(place.read, self._own())), None)
-            there = {} if manifest is None else manifest.about.get("identity", {})
-            if there and (words := diff(there, identity, place.url, "this run", ("model", "data", "seed"))):
-                raise ConfigurationError(f"{words}. Use another place.")
+            for manifest in filter(None, map(place.read, place.uploads().get(self._replica, []))):
+                there = manifest.about.get("identity", {})
+                if there and (words := diff(there, identity, place.url, "this run", ("model", "data", "seed"))):
+                    raise ConfigurationError(f"{words}. Use another place.")
+                break
             for written in (False, True):  # the first listing may be empty because nothing may be listed
-                sizes = place.sizes()
-                if fresh and any(name.endswith(f"/{MANIFEST}") for name in sizes):
+                uploads = place.uploads()
+                if fresh and (_began(place.whole(uploads)) or place.lost_files(uploads)):
                     why = f"{place.url} has the checkpoints of a run already"
                     raise ConfigurationError(f"{why}: use --resume-or-start to continue it, or another place.")
                 if not written:
-                    place.store.pipe_file(_WRITER, self._writer)
-                elif _WRITER not in sizes:
+                    place.store.pipe_file(writer, self._writer)
+                elif writer not in place.sizes():
                     raise CheckpointError(f"{place.url} does not list what was written to it, so it can't be used.")
-        self._number = max((int(each.folder.rpartition("/")[2][:8]) for each in self._own()), default=0)
+            self._number = max((each.number for each in place.uploads().get(self._replica, [])), default=0)
 
     def offer(self, path: Path) -> None:
         """Upload the complete checkpoint ``path`` after the one that is being uploaded, in place of one that waits.
 
-        Its files are opened now, so they may be deleted meanwhile. If that fails, it counts as an upload that fails.
+        It must stay while it is `in_use`.
         """
         self._work.cancel()
-        files: dict[str, BinaryIO] = {}
-        problem: OSError | None = None
-        with ExitStack() as stack:
-            try:
-                home = [each for each in self._home.iterdir() if _COPIED.fullmatch(each.name) and each.is_file()]
-                named = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
-                for name, file in named.items():
-                    files[name] = stack.enter_context(open(file, "rb"))
-            except OSError as error:
-                problem = error
-            opened = stack.pop_all()
-        self._last, self._work = path, self._thread.submit(self._upload, path.name, files, problem)
-        self._work.add_done_callback(lambda _: opened.close())
+        self._last, self._work = path, self._thread.submit(self._upload, path)
+        self._uploading = {work: of for work, of in self._uploading.items() if not work.done()} | {self._work: path}
+
+    @property
+    def in_use(self) -> Collection[Path]:
+        """The checkpoints that are being uploaded or wait for it."""
+        return [path for work, path in self._uploading.items() if not work.done()]
 
     def close(self) -> None:
         """Wait until the last checkpoint is uploaded; if that fails, try once more.
@@ -217,18 +251,18 @@ class Mirror:
                 raise CheckpointError(f"{error} {self._last} is complete on this machine.") from error
             self.offer(self._last)
 
-    def _upload(self, name: str, files: Mapping[str, BinaryIO], problem: OSError | None) -> None:
-        place, folder = self._place, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
+    def _upload(self, path: Path) -> None:
+        place, name = self._place, path.name
+        folder = f"{self._below}checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
         try:
-            if problem is not None:
-                raise CheckpointError(f"It can't be read: {problem}.") from problem
-            with place.reached("written to"):
-                self._check_writer()
-                for file in sorted(files, key=lambda file: file == MANIFEST):
-                    if file == MANIFEST:
-                        self._check_writer()
-                    with place.store.open(f"{folder}/{file}", "wb") as there:
-                        shutil.copyfileobj(files[file], there, 16 << 20)
+            try:
+                home = [each for each in self._home.iterdir() if _COPIED.fullmatch(each.name) and each.is_file()]
+                files = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
+            except OSError as error:
+                raise CheckpointError(f"It can't be read: {error}.") from error
+            # a small one first, as it shows the other replicas which step they have to keep
+            for file in sorted(files, key=lambda file: (file == MANIFEST, file != f"{_HOME}{_CONFIG}")):
+                self._upload_file(files[file], f"{folder}/{file}", check_writer=file in (f"{_HOME}{_CONFIG}", MANIFEST))
         except DiLoCoError as error:
             with suppress(Exception):  # what was written may be what fills the place
                 place.store.rm(folder, recursive=True)
@@ -241,27 +275,58 @@ class Mirror:
         except DiLoCoError as error:
             self.sentences.append(f"{name} was uploaded, but the oldest ones stay: {error}")
 
+    def _upload_file(self, file: Path, name: str, *, check_writer: bool) -> None:
+        """Upload one file; the next is opened after it, so that no number of replicas needs many open files."""
+        with ExitStack() as stack:
+            try:
+                opened = stack.enter_context(open(file, "rb"))
+            except OSError as error:
+                raise CheckpointError(f"It can't be read: {error}.") from error
+            stack.enter_context(self._place.reached("written to"))
+            if check_writer:
+                self._check_writer()
+            there = stack.enter_context(self._place.store.open(name, "wb"))
+            shutil.copyfileobj(opened, there, 16 << 20)
+
     def _check_writer(self) -> None:
         self._place.store.invalidate_cache()
-        if (other := self._place.store.cat_file(_WRITER)) != self._writer:
+        if (other := self._place.store.cat_file(f"{self._below}{_WRITER}")) != self._writer:
             who = other[:300].decode(errors="replace")
             raise CheckpointError(f"{self._place.url} is now written to by another process, {who}.")
 
     def _delete_old(self, newest: str) -> None:
-        uploads = self._own()
-        kept = [each for each in uploads if MANIFEST in each.sizes][: self._keep]
-        for upload in uploads:
-            if upload not in kept and upload.folder < newest:
+        uploads = self._place.uploads()
+        own, kept = (
+            uploads.get(self._replica, []),
+            _kept(self._place.whole(uploads), uploads, self._replica, self._keep),
+        )
+        for upload in own:
+            if upload.folder not in kept and upload.folder < newest:
                 if MANIFEST in upload.sizes:
                     self._place.store.rm_file(f"{upload.folder}/{MANIFEST}")  # first, so that it is never half
                 self._place.store.rm(upload.folder, recursive=True)
 
-    def _own(self) -> list[_Upload]:
-        return self._place.uploads().get("", [])
+
+def _kept(whole: _Whole, uploads: Mapping[str, list[_Upload]], replica: str, keep: int) -> set[str]:
+    """Return the folders of the uploads that a replica keeps: its newest ones, and what the others still need."""
+    mine = [upload for upload, _ in whole.get(replica, [])]
+    kept = mine[:keep]
+    if common := _common(whole):
+        kept += [common[replica][0]] if replica in common else []
+    else:
+        kept += mine[-1:]  # the first one, which shows that the run has never had a step that all have
+    for other, group in uploads.items():
+        if other != replica and group and group[0] not in [upload for upload, _ in whole[other]]:
+            kept += [each for each in mine if each.name == group[0].name][:1]  # it is being uploaded
+    return {upload.folder for upload in kept}
 
 
 def fetch_run(
-    url: str, folder: Path, replica: int | None = None, check: Callable[[Path], None] = lambda settings: None
+    url: str,
+    folder: Path,
+    replica: int | None = None,
+    check: Callable[[Path], None] = lambda settings: None,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> bool:
     """Fetch the newest whole checkpoint of a run into ``folder``, unless that has it or a newer one.
 
@@ -271,44 +336,112 @@ def fetch_run(
         folder: the run folder; it gets the settings and the tokeniser as well.
         replica: fetch only what this replica needs. None: the checkpoints of all replicas.
         check: gets a copy of the settings before anything is written, and raises if they are refused.
+        tell: gets sentences about what was passed over because it is damaged, or not whole for all replicas.
 
     Returns:
-        Whether there is anything. If not, nothing was written.
+        Whether there is anything to resume from. If not, nothing was uploaded, or never a step by all replicas.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole or none is common to all replicas, or what was fetched
-            differs from what was uploaded; or the place can't be read.
+        CheckpointError: there were checkpoints that all replicas had, but none is left that is whole, nor is one in the
+            run folder; or the place can't be read.
     """
     place = _Place(url)
     with place.reached("read"), waiting_for(lambda: f"a checkpoint from {url}"):
         uploads = place.uploads()
         if not any(MANIFEST in each.sizes for group in uploads.values() for each in group):
             return False
-        chosen = _newest(place, uploads)
-        own = f"replica-{replica}"
-        if replica is not None:
-            chosen = {own: chosen[own]} if own in chosen else {"": chosen[""]}
-        homes = {home: place.run_files(upload) for home, (upload, _) in chosen.items()}
-        for files in homes.values():
-            if _CONFIG in files:
-                with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
-                    Path(beside, _CONFIG).write_bytes(files[_CONFIG])
-                    check(Path(beside, _CONFIG))
-        for home, (upload, manifest) in chosen.items():
-            _fetch(place, upload, manifest, folder / home, homes[home])
+        damaged: dict[str, str] = {}  # folder of an upload -> what is wrong with it
+        while True:
+            whole = place.whole(uploads, damaged)
+            chosen = _common(whole)
+            if chosen is None:
+                here = any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints"))))
+                if here or not (damaged or _began(whole) or place.lost_files(uploads)):
+                    then = "The run goes on from what is in the run folder." if here else "It never had one."
+                    tell(" ".join([*damaged.values(), f"{url} has {_none_common(whole)} {then}"]))
+                    return here
+                advice = "To use one of them all the same, fetch it with another program, and resume from its folder."
+                raise CheckpointError(" ".join([*damaged.values(), f"{url} has {_none_common(whole)} {advice}"]))
+            own = f"replica-{replica}"
+            wanted = chosen
+            if replica is not None:
+                wanted = {own: chosen[own]} if own in chosen else {"": chosen[""]}
+            try:
+                _fetch_all(place, wanted, folder, check)
+                break
+            except _DamagedError as error:
+                damaged[error.folder] = str(error)
+        local = list_checkpoints(folder / next(iter(wanted)) / "checkpoints")
+        if not (local and local[-1].step > next(iter(chosen.values()))[1].step):  # which it goes on from, otherwise
+            for words in _passed_over(place, uploads, whole, chosen, damaged):
+                tell(words)
     return True
 
 
-def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tuple[_Upload, Manifest]]:
-    """Return the newest upload of each replica's state, all of the same step; "" is the run folder of replica 0."""
+class _DamagedError(CheckpointError):
+    """What was fetched differs from what was uploaded."""
+
+    def __init__(self, folder: str, why: object) -> None:
+        super().__init__(str(why))
+        self.folder = folder
+
+
+def _fetch_all(place: _Place, chosen: _Chosen, folder: Path, check: Callable[[Path], None]) -> None:
+    homes = {home: place.run_files(upload) for home, (upload, _) in chosen.items()}
+    for files in homes.values():
+        if _CONFIG in files:
+            with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
+                Path(beside, _CONFIG).write_bytes(files[_CONFIG])
+                check(Path(beside, _CONFIG))
+    for home, (upload, manifest) in chosen.items():
+        _fetch(place, upload, manifest, folder / home, homes[home])
+
+
+def _began(whole: _Whole) -> bool:
+    """Return whether there is, or ever was, a step of which all replicas have a whole upload.
+
+    A replica keeps its first upload until there is one.
+    """
+    return _common(whole) is not None or any(group and group[-1][0].number > 1 for group in whole.values())
+
+
+def _none_common(whole: _Whole) -> str:
+    steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
+    of_each = (f"{replica} has {', '.join(map(str, of)) or 'none'}" for replica, of in steps.items())
+    return f"no whole checkpoint that all replicas have. Steps: {'; '.join(of_each)}."
+
+
+def _passed_over(
+    place: _Place, uploads: Mapping[str, list[_Upload]], whole: _Whole, chosen: _Chosen, damaged: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield sentences about the uploads that are newer than those ``chosen``."""
+    yield from damaged.values()
+    newer = {
+        each.name
+        for replica, (upload, _) in chosen.items()
+        for each in uploads[replica]
+        if each.number > upload.number and each.name != upload.name
+    }
+    if not newer:
+        return
+    name = max(newer)
+    why = []
+    for replica in chosen:
+        if name not in [upload.name for upload, _ in whole[replica]]:
+            begun = name in [upload.name for upload in uploads[replica]]
+            why.append(f"{replica or 'replica-0'} {'has no whole upload of it' if begun else 'has not uploaded it'}")
+    step, last = next(iter(chosen.values()))[1].step, int(name.removeprefix("step-"))
+    again = f"; {last - step} steps are trained again" if last > step else ""
+    reason = f" ({', '.join(why)})" if why else ""
+    yield f"{place.url}: step {last} is passed over{reason}. The newest step that is whole for all is {step}{again}."
+
+
+def _common(whole: _Whole) -> _Chosen | None:
+    """Return the newest whole upload of each replica's state, all of the same step, if there is one."""
 
     def state(manifest: Manifest) -> tuple[int, object]:
         return manifest.step, manifest.about.get("global_params_digest")
 
-    whole = {
-        replica: [(each, manifest) for each in group if (manifest := place.read(each))]
-        for replica, group in uploads.items()
-    }
     for first, manifest in whole.get("", []):
         number = int(manifest.about.get("num_replicas", 1))
         chosen = {"": (first, manifest)}
@@ -318,11 +451,7 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
         inside = [match for match in map(_REPLICA.fullmatch, manifest.parts) if match and int(match[1]) < number]
         if manifest.about.get("elastic") or len(chosen) + len(inside) == number:
             return chosen
-    steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
-    raise CheckpointError(
-        f"{place.url} has no whole checkpoint that all replicas have. Steps: {steps}. To use one of them all the same, "
-        "fetch it with another program, and resume from its folder."
-    )
+    return None
 
 
 def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_files: Mapping[str, bytes]) -> None:
@@ -336,7 +465,11 @@ def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_f
         for files in manifest.parts.values():
             for name, facts in files.items():
                 place.store.get_file(f"{upload.folder}/{name}", str(partial / name))
-                check_content(partial / name, facts)
+                try:
+                    check_content(partial / name, facts)
+                except CheckpointError:
+                    why = f"{place.url}/{upload.folder}/{name} is damaged: its digest differs from the manifest's."
+                    raise _DamagedError(upload.folder, why) from None
         write_manifest(partial, manifest)
         for name, content in run_files.items():
             if not newer and not (name == "metrics.jsonl" and (home / name).exists()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -119,6 +119,15 @@ class Checkpoint(Manifest):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 
+    def check_content(self) -> None:
+        """Read all files and raise `CheckpointError` unless each has the content that was written."""
+        for files in self.parts.values():
+            for name, facts in files.items():
+                try:
+                    check_content(self.path / name, facts)
+                except OSError as error:
+                    raise CheckpointError(f"{self.path / name} can't be read: {error}.") from error
+
     def load(self, part: str) -> Any:
         """Return the tree that was saved as ``part``, with its tensors, which are whole, on the CPU."""
         with self._reading(part):
@@ -171,6 +180,55 @@ def open_checkpoint(path: Path) -> Checkpoint:
             saved last. Only that one must be whole: a damaged one is an error if it was saved after all whole ones, or
             if that is unknown and its step is higher.
     """
+    folder, saved, damaged = _survey(path)
+    newest = max(saved, key=_order, default=None)
+    for place, why in damaged.items():
+        if newest is None or _is_later(place, newest):
+            raise _refused(place, why) from why
+    if newest is None:
+        raise _holds_none(folder)
+    return newest
+
+
+def open_sound(
+    path: Path, check: Callable[[Checkpoint], object] = lambda checkpoint: None
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Open the newest checkpoint that ``path`` names of which every file has the content that was written.
+
+    Args:
+        path: as for `open_checkpoint`; another than a damaged ``step-XXXXXXXX`` folder is not looked for.
+        check: raises `CheckpointError` if a checkpoint can't be used for another reason.
+
+    Returns:
+        The checkpoint, and sentences about those that were passed over because they are damaged.
+    """
+    folder, saved, damaged = _survey(path)
+    passed: dict[Path, CheckpointError | OSError] = {}
+    for checkpoint in sorted(saved, key=_order, reverse=True):
+        try:
+            checkpoint.check_content()
+            check(checkpoint)
+        except CheckpointError as error:
+            passed[checkpoint.path] = error
+            continue
+        passed |= {place: why for place, why in damaged.items() if _is_later(place, checkpoint)}
+        if not passed:
+            return checkpoint, ()
+        last = max(int(place.name.removeprefix("step-")) for place in passed)
+        again = f"; {last - checkpoint.step} steps are trained again" if last > checkpoint.step else ""
+        why = (str(error).removesuffix("Nothing was loaded.").rstrip() for error in passed.values())
+        return checkpoint, (*why, f"The run goes on from {checkpoint.path}{again}.")
+    problems = [*{**damaged, **passed}.items()]
+    if len(problems) == 1:
+        raise _refused(*problems[0]) from problems[0][1]
+    if problems:
+        why = (str(problem).removesuffix("Nothing was loaded.").rstrip() for _, problem in problems)
+        raise CheckpointError(" ".join([*why, f"{folder} has no whole checkpoint. Nothing was loaded."]))
+    raise _holds_none(folder)
+
+
+def _survey(path: Path) -> tuple[Path, list[Checkpoint], dict[Path, CheckpointError | OSError]]:
+    """Return the checkpoints folder of what ``path`` names, its checkpoints, and what is wrong with others."""
     try:
         alone = bool(STEP_NAME.match(path.name)) or (path / MANIFEST).exists()
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -183,22 +241,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "folder or a step-XXXXXXXX folder in that. Nothing was loaded."
         )
     saved: list[Checkpoint] = []
-    damaged: dict[Path, Exception] = {}
+    damaged: dict[Path, CheckpointError | OSError] = {}
     for place in places:
         try:
             saved.append(_open(place))
         except (CheckpointError, OSError) as error:
             if alone or place.exists():  # else a run that saves there has just deleted it
                 damaged[place] = error
-    newest = max(saved, key=_order, default=None)
-    for place, why in damaged.items():
-        if newest is None or _is_later(place, newest):
-            raise _refused(place, why) from why
-    if newest is None:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
-        )
-    return newest
+    return folder, saved, damaged
+
+
+def _holds_none(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
+    )
 
 
 def run_folder(checkpoint: Path) -> Path:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -51,6 +51,7 @@ class CheckpointWriter:
         keep: int,
         own: Mapping[str, Any] | None = None,
         agreed: int | None = None,
+        in_use: Collection[Path] = (),
         copies: bool = True,
     ) -> None:
         """Begin to save ``folder/step-XXXXXXXX``, then to delete all but the last ``keep`` checkpoints.
@@ -67,13 +68,14 @@ class CheckpointWriter:
             own: part name -> nested state of this rank, saved as the part ``NAME-POSITION``.
             agreed: the step that all replicas are known to have finished, if others save checkpoints of their own at
                 the same steps: the newest checkpoint that is complete on all of them then stays too.
+            in_use: checkpoints that stay until the next one is saved, although they are older.
             copies: False if the state does not change before `poll` reports the checkpoint.
 
         Raises:
             CheckpointError: on all ranks, as `poll`.
         """
         assert self._saving is None, "one checkpoint is written at a time"
-        saving = self._save(folder / f"step-{step:08d}", parts, about, keep, own or {}, agreed, copies)
+        saving = self._save(folder / f"step-{step:08d}", parts, about, keep, own or {}, agreed, in_use, copies)
         self._work = next(saving)
         self._saving = saving
 
@@ -123,6 +125,7 @@ class CheckpointWriter:
         keep: int,
         own: Mapping[str, Any],
         agreed: int | None,
+        in_use: Collection[Path],
         copies: bool,
     ) -> Generator[Future[Any], None, Path]:
         """Save in stages: each ends when the work that it yields is done on all ranks."""
@@ -162,7 +165,9 @@ class CheckpointWriter:
             if group.leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        deleted = in_thread(lambda: _delete_all_but(folder, keep, agreed) if group.leads else None, "checkpoint")
+        deleted = in_thread(
+            lambda: _delete_all_but(folder, keep, agreed, in_use) if group.leads else None, "checkpoint"
+        )
         yield deleted
         with _on_all_or_none(group, f"{place} is saved, but ", ". Delete it by hand."):
             deleted.result()
@@ -241,12 +246,12 @@ def _complete(partial: Path, place: Path, manifest: Manifest) -> None:
     move_in(partial, place)
 
 
-def _delete_all_but(folder: Path, keep: int, agreed: int | None) -> None:
+def _delete_all_but(folder: Path, keep: int, agreed: int | None, in_use: Collection[Path]) -> None:
     saved = list_checkpoints(folder)
     # who has finished the agreed step has begun to save the last checkpoint before it, and so completed the one before
     complete = [each.step for each in saved if agreed is not None and each.step < agreed][:-1]
     for old in saved[:-keep]:
-        if agreed is not None and old.step >= max(complete, default=0):
+        if old.path in in_use or (agreed is not None and old.step >= max(complete, default=0)):
             continue
         try:
             delete(old.path)

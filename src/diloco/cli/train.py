@@ -100,7 +100,9 @@ def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> 
         raise ConfigurationError(f"{folder} has a run whose checkpoint.mirror is {there!r}. Choose another --out.")
     with one_at_a_time(folder.parent):  # of the ranks on this machine, the first fetches, and the others find it there
         replica = values.get("network.replica")
-        found = fetch_run(url, folder, replica, lambda settings: check_fetched(url, settings, values))
+        torchrun = read_torchrun(os.environ)
+        tell = say if torchrun is None or torchrun.local_rank == 0 else lambda sentence: None
+        found = fetch_run(url, folder, replica, lambda settings: check_fetched(url, settings, values), tell)
     if must and not found:
         raise NoCheckpointError(f"{url} has no checkpoint. Nothing was fetched.")
 

@@ -224,7 +224,8 @@ its rank, what must be the same on all ranks, and what torchrun has started, if 
 
 def _held_step(run: RunSettings, role: Role) -> int:
     resume = run.checkpoint.resume
-    return -1 if resume is None else held_step(role.replica, Path(resume))
+    # the smallest step of all ranks counts, so that one rank of each replica has to read the files
+    return -1 if resume is None else held_step(role.replica, Path(resume), check=role.position == 0)
 
 
 def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:

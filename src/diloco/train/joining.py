@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diloco.algorithm import local_shard, trainable_parameters
-from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, open_sound
 from diloco.errors import (
     CheckpointError,
     ConfigurationError,
@@ -24,7 +25,7 @@ from diloco.train.fleet import Fleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.state import load_session, replicas_in
+from diloco.train.state import checkpoint_of, load_session, replicas_in
 from diloco.units import diff
 from diloco.waiting import waiting_for
 
@@ -205,8 +206,20 @@ def find_beginning(session: Session) -> str | None:
             fleet.notes = (*fleet.notes, f"{whole}; another rank has step {newest}.")
         common = _run_folder(path) / "checkpoints" / f"step-{step:08d}"
         path = next((each.path for each in _newest(common, fleet.local[0])), common)
+
+    def check(checkpoint: Checkpoint) -> None:
+        for number in fleet.local:  # other replicas of this process may be in folders of their own
+            if (other := checkpoint_of(number, checkpoint)) is not checkpoint:
+                other.check_content()
+
+    def sound() -> list[Any]:
+        checkpoint, passed_over = open_sound(path, check if len(fleet.local) > 1 else lambda checkpoint: None)
+        return [str(checkpoint.path), *passed_over]
+
+    found, *passed_over = fleet.group.done_by_leader(sound)
+    fleet.notes = (*fleet.notes, *passed_over)
     with fleet.group.all_or_none():  # a rank may not see the file
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(Path(found))
         _check_same_run(session, checkpoint)
     with readable_state(str(checkpoint.path)):
         load_session(session, checkpoint)
@@ -228,7 +241,7 @@ def held_checkpoint(resume: str | None) -> tuple[int, int | None, str]:
     A replica that ended before its first checkpoint can still join others.
     """
     try:
-        checkpoint = open_checkpoint(Path(resume)) if resume else None
+        checkpoint = open_sound(Path(resume))[0] if resume else None
     except CheckpointError:  # reported when it is loaded
         checkpoint = None
     if checkpoint is None:
@@ -239,21 +252,34 @@ def held_checkpoint(resume: str | None) -> tuple[int, int | None, str]:
     return checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm
 
 
-def held_step(replica: int, resume: Path) -> int:
-    """Return the newest step from which a replica could resume, as ``--resume`` names it; -1 for none."""
-    return max((checkpoint.step for checkpoint in _newest(resume, replica)), default=-1)
+def held_step(replica: int, resume: Path, *, check: bool = False) -> int:
+    """Return the newest step from which a replica could resume, as ``--resume`` names it; -1 for none.
+
+    Args:
+        check: whether to read the files, and pass over a damaged checkpoint.
+    """
+    return max((checkpoint.step for checkpoint in _newest(resume, replica, check=check)), default=-1)
 
 
-def _newest(resume: Path, replica: int) -> list[Checkpoint]:
+def _newest(resume: Path, replica: int, *, check: bool = False) -> list[Checkpoint]:
     """Return the newest checkpoints of a replica: of all replicas, and of it alone; or those of the step in ``resume``.
 
     One process saves all replicas in the run folder, in which a process of the replica's own saves in its own folder.
     """
+
+    def usable(checkpoint: Checkpoint) -> bool:
+        try:
+            if check:
+                checkpoint.check_content()
+        except CheckpointError:
+            return False
+        return replica in replicas_in(checkpoint)
+
     name = os.path.basename(os.path.abspath(resume))
     run, name, newest = _run_folder(resume), name if name.startswith("step-") else "", []
     for folder in (run, run / f"replica-{replica}") if replica else (run,):
         named = [each for each in list_checkpoints(folder / "checkpoints") if name in ("", each.path.name)]
-        newest += [each for each in named if replica in replicas_in(each)][-1:]
+        newest += [each for each in reversed(named) if usable(each)][:1]
     return newest
 
 

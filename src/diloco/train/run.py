@@ -136,8 +136,7 @@ class _Run:
         if settings.mirror is None:
             yield
             return
-        below = f"/replica-{number}" if number and not fleet.elastic else ""
-        mirror = Mirror(f"{settings.mirror.rstrip('/')}{below}", self.home, settings.keep)
+        mirror = Mirror(settings.mirror, self.home, settings.keep, 0 if fleet.elastic else number)
         fleet.group.done_by_leader(lambda: mirror.claim(self.session.identity, fresh=self.resumed_from is None))
         self.mirror = mirror if fleet.group.leads else None
         try:
@@ -303,7 +302,8 @@ class _Run:
         self._report_saved(wait=True)
         self.save_began_s = time.perf_counter()
         folder, keep = self.home / "checkpoints", self.settings.checkpoint.keep
-        save_session(self.session, self.writer, folder, keep, copies=not wait)
+        in_use = self.mirror.in_use if self.mirror else ()
+        save_session(self.session, self.writer, folder, keep, in_use=in_use, copies=not wait)
         self.saved_at = self.step
         if wait:
             self._report_saved(wait=True)

@@ -7,7 +7,7 @@ between one process for all replicas and one for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +152,15 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int, *, copies: bool = True) -> None:
+def save_session(
+    session: Session,
+    writer: CheckpointWriter,
+    folder: Path,
+    keep: int,
+    *,
+    in_use: Collection[Path] = (),
+    copies: bool = True,
+) -> None:
     """Begin to save the state that the session needs to resume; see `CheckpointWriter.save`. Call it on all ranks.
 
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
@@ -174,7 +182,8 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
     alone = session.fleet.elastic or len(session.replicas) == session.settings.network.replicas
     agreed = None if alone else session.agreed_step  # those that resume together need a step which all have saved
     about = _about(session)
-    writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
+    more: dict[str, Any] = {"agreed": agreed, "in_use": in_use, "copies": copies}
+    writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, **more)
 
 
 def _about(session: Session) -> dict[str, Any]:
@@ -208,7 +217,7 @@ def load_session(session: Session, checkpoint: Checkpoint) -> None:
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
         advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
         raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {fleet.local[0]}. {advice}")
-    saved = {number: _checkpoint_of(number, checkpoint) for number in fleet.local}
+    saved = {number: checkpoint_of(number, checkpoint) for number in fleet.local}
     run = checkpoint.load("run")
     session.totals = replace(session.totals, **run["totals"])
     if replicas_in(checkpoint)[:1] == fleet.local[:1]:  # else the generators of another replica's process
@@ -226,7 +235,7 @@ def load_session(session: Session, checkpoint: Checkpoint) -> None:
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
 
 
-def _checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
+def checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint of the same step that holds a replica, which a process of its own may have saved."""
     if replica in replicas_in(checkpoint):
         return checkpoint
