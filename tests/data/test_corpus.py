@@ -189,7 +189,7 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
 def test_another_tokenizer_beside_the_tokens_is_refused(mine: Path, bpe: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bpe / name, mine / name)
-    with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):
+    with pytest.raises(DataError, match=r"has vocab_size = 257 and the tokenizer.json in it has vocab_size = 270"):
         build_corpus(at(mine))
 
 

@@ -1,5 +1,6 @@
-"""Tokenizers: nothing is lost, byte counts are right, and saving and loading round-trips."""
+"""Tokenizers: any of the library is taken, byte counts are right, and saving and loading round-trips."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from diloco.data import ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer
+from diloco.data import ByteTokenizer, DataSettings, PackedTokens, Tokenizer, load_tokenizer, make_tokenizer, pack
 from diloco.errors import DataError
+from tests.vocabularies import END, FAMILIES, ODD, byte_level, library, llama, special, wordpiece, words
 
 EOS = "<|endoftext|>"
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
@@ -21,49 +22,10 @@ def bpe(documents: list[str], size: int) -> Tokenizer:
     return make_tokenizer(DataSettings(tokenizer=f"bpe:{size}"), documents)
 
 
-def library(model: Any, *added: AddedToken, **parts: Any) -> LibraryTokenizer:
-    """Return a tokenizer such as a user may provide."""
-    tokenizer = LibraryTokenizer(model)
-    for name, part in parts.items():
-        setattr(tokenizer, name, part)
-    tokenizer.add_tokens(list(added))
-    return tokenizer
-
-
-def byte_level(*added: AddedToken, letters: int = 256) -> LibraryTokenizer:
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:letters])}
-    parts = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)}
-    parts |= {"decoder": decoders.Sequence([decoders.ByteLevel()])}
-    return library(models.BPE(vocab=vocabulary, merges=[]), *added, **parts)
-
-
-END = AddedToken("</s>", special=True, normalized=False)
-FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
-UNSPELL = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-
-
-def llama(*, prepend: bool) -> Tokenizer:
-    """A tokenizer like Llama 2's: converted from SentencePiece, with byte fallback."""
-    words = ["<unk>", "<s>", "</s>", *FALLBACK, "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the", "ü"]
-    model = models.BPE(
-        vocab={word: n for n, word in enumerate(words)},
-        merges=[("▁", "t"), ("h", "e"), ("▁t", "he")],
-        unk_token="<unk>",
-        byte_fallback=True,
-        fuse_unk=True,
-    )
-    steps = [normalizers.Prepend("▁")] if prepend else []
-    normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    decoder = decoders.Sequence([*UNSPELL, decoders.Strip(" ", 1, 0)])
-    special = [AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")]
-    return Tokenizer(library(model, *special, normalizer=normalizer, decoder=decoder).to_str(), eos="</s>")
-
-
-TOKENIZERS = {
+TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": ByteTokenizer(),
     "bpe": bpe(DOCUMENTS, 300),
-    "llama": llama(prepend=False),
-    "llama that adds a space": llama(prepend=True),
+    **{name: Tokenizer(made().to_str()) for name, made in FAMILIES.items()},
 }
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 # st.text leaves surrogates out; the literal end-of-document token must be plain characters
@@ -71,33 +33,78 @@ texts = st.lists(st.one_of(st.text(), st.just(EOS), st.sampled_from(DOCUMENTS)),
 
 
 @each_tokenizer
-@settings(max_examples=30)
-@given(documents=st.lists(texts, max_size=6))
-def test_documents_are_packed_each_followed_by_its_end_and_every_byte_counts(
+@settings(max_examples=25)
+@given(documents=st.lists(texts, max_size=5))
+def test_documents_are_packed_with_what_begins_and_ends_them_and_every_byte_counts(
     tokenizer: Tokenizer, documents: list[str]
 ) -> None:
-    packed = tokenizer.encode_documents(documents)
-    assert packed.tolist() == [i for text in documents for i in [*tokenizer.encode(text), tokenizer.eos_id]]
+    packed, byte_counts = tokenizer.encode_counted(documents)
+    around = tokenizer.begin_document, tokenizer.end_document
+    expected = [i for text in documents for i in [*around[0], *tokenizer.encode(text), *around[1]]]
+    assert packed.tolist() == tokenizer.encode_documents(documents).tolist() == expected
     assert packed.tolist().count(tokenizer.eos_id) == len(documents)
     assert packed.dtype == np.uint16
     assert all(0 <= index < tokenizer.vocab_size for index in packed)
-    assert tokenizer.num_bytes(packed) == sum(len(text.encode()) for text in documents)
-    before = " " if tokenizer is TOKENIZERS["llama that adds a space"] else ""
-    assert tokenizer.decode(packed) == "".join(before + text for text in documents)
+    sizes = [int(counts.sum()) for counts in np.split(byte_counts, np.flatnonzero(packed == tokenizer.eos_id) + 1)]
+    assert sizes == [*(len(text.encode()) for text in documents), 0]
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "Llama 3", "Gemma", "Llama, no space"])
+@given(text=texts)
+def test_a_tokenizer_without_a_normaliser_gives_the_text_back(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer.decode(tokenizer.encode_documents([text])) == text
 
 
 @each_tokenizer
 def test_saved_and_loaded_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "one")
-    packed = tokenizer.encode_documents([*DOCUMENTS, f"a{EOS}b"])
+    packed = tokenizer.encode_documents([*DOCUMENTS, f"a{EOS}b", ODD])
     for path in (tmp_path / "one", tmp_path / "one" / "tokenizer.json"):
         loaded = load_tokenizer(path)
         assert type(loaded) is type(tokenizer)
-        assert (loaded.vocab_size, loaded.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
-        assert np.array_equal(loaded.encode_documents([*DOCUMENTS, f"a{EOS}b"]), packed)
+        for name in ("vocab_size", "eos_id", "begin_prompt", "begin_document", "end_document"):
+            assert getattr(loaded, name) == getattr(tokenizer, name)
+        assert np.array_equal(loaded.encode_documents([*DOCUMENTS, f"a{EOS}b", ODD]), packed)
         loaded.save(tmp_path / "two")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_document_begins_and_ends_as_the_library_adds_tokens_and_ends_once(name: str) -> None:
+    library, tokenizer = FAMILIES[name](), TOKENIZERS[name]
+    whole, text = library.encode("the quick").ids, library.encode("the quick", add_special_tokens=False).ids
+    prompt = tokenizer.encode_prompt("the quick")
+    document = tokenizer.encode_documents(["the quick"]).tolist()
+    assert whole[: len(prompt)] == prompt
+    assert [*document, tokenizer.eos_id].index(tokenizer.eos_id) == len(document) - 1
+    if whole != text and whole[0] != tokenizer.eos_id:
+        assert document[: len(whole)] == whole
+    assert tokenizer.encode_prompt("") in (tokenizer.begin_prompt, [tokenizer.eos_id])
+
+
+ENDS: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "named by the tokenizer": (["</s>", "<e>"], {"tokenizer_config.json": {"eos_token": "<e>"}}, "<e>"),
+    "as an object": (["</s>", "<e>"], {"tokenizer_config.json": {"eos_token": {"content": "<e>"}}}, "<e>"),
+    "in the map of special tokens": (["</s>", "<e>"], {"special_tokens_map.json": {"eos_token": "<e>"}}, "<e>"),
+    "the model's first": (["</s>", "<e>"], {"generation_config.json": {"eos_token_id": [257, 256]}}, "<e>"),
+    "of the model": (["</s>", "<e>"], {"config.json": {"eos_token_id": 257}}, "<e>"),
+    "none named": (["<s>", "</s>"], {"tokenizer_config.json": {"eos_token": None}}, "</s>"),
+    "an id of a larger vocabulary": (["</s>"], {"config.json": {"eos_token_id": 50256}}, "</s>"),
+    "the file alone": (["<|im_end|>", "<|end_of_text|>"], {}, "<|end_of_text|>"),
+    "DeepSeek's": (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"], {}, "<｜end▁of▁sentence｜>"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_token_that_ends_a_document_is_named_by_the_folder_or_called_like_one(name: str, tmp_path: Path) -> None:
+    tokens, files, expected = ENDS[name]
+    byte_level(*special(*tokens)).save(str(tmp_path / "tokenizer.json"))
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_id == 256 + tokens.index(expected)
 
 
 def test_a_trained_bpe_has_the_size_asked_for_or_says_what_the_text_gives() -> None:
@@ -118,37 +125,73 @@ def test_a_users_tokenizer_with_an_end_token_of_its_own(tmp_path: Path, special:
     theirs.enable_truncation(4)
     theirs.enable_padding(length=100)
     theirs.save(str(file))
-    with pytest.raises(DataError, match=r"has no token '<\|endoftext\|>' .* Name another as eos_token"):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    with pytest.raises(DataError, match=r"has no token '<\|end\|>' .* Name another as eos_token"):
         load_tokenizer(file)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     tokenizer = make_tokenizer(DataSettings(tokenizer=str(file)))
     text = "no document can </s> end itself"
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (257, 258)
     assert tokenizer.decode([*tokenizer.encode(text), 257]) == text
-    assert tokenizer.num_bytes(tokenizer.encode(text)) == len(text)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "words"),
-    [
-        (byte_level(END, letters=255), "lacks 1 of the 256 bytes"),
-        (library(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?")), "does not spell every text exactly"),
-        (library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="?")), "can't encode every text: .*Missing"),
-    ],
-)
-def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused(theirs: LibraryTokenizer, words: str) -> None:
+EMPTIED = normalizers.Replace(Regex(r"[\s\S]"), "")
+REFUSED = {
+    "255 bytes": (lambda: byte_level(*END, letters=255), "lacks 1 of the 256 bytes"),
+    "no unknown token": (lambda: words(unknown=None), "can't encode every text: .*Missing"),
+    "an unknown token that is missing": (lambda: wordpiece(unknown="[unk]"), "can't encode every text: .*Missing"),
+    "letters only": (lambda: library(models.BPE(vocab={"a": 0, "b": 1}, merges=[]), *END), "would drop characters"),
+    "nothing left": (lambda: byte_level(*END, normalizer=EMPTIED), "to nothing"),
+    "no end": (lambda: byte_level(*special("<|im_start|>", "<pad>")), "no token that ends a document: .* Name one as"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_encode_a_text_or_end_a_document_is_refused(name: str) -> None:
+    made, words = REFUSED[name]
     with pytest.raises(DataError, match=words):
-        Tokenizer(theirs.to_str(), eos="</s>")
+        Tokenizer(made().to_str())
+
+
+def test_a_byte_level_vocabulary_with_an_unknown_token_needs_no_byte() -> None:
+    tokenizer = Tokenizer(byte_level(*END, letters=100, unknown="<unk>").to_str())
+    assert tokenizer.encode_counted(["né"])[1].sum() == 3
+
+
+@pytest.mark.parametrize("name", ["T5", "XLM-R"])
+def test_control_tokens_that_are_pieces_are_plain_characters_in_a_text(name: str) -> None:
+    """In a Unigram model the end-of-document token is an ordinary piece, as in SentencePiece."""
+    tokenizer = TOKENIZERS[name]
+    text = "the </s>the</s></s> <pad>"
+    packed, byte_counts = tokenizer.encode_counted([text, "the"])
+    assert packed.tolist().count(tokenizer.eos_id) == 2
+    assert int(byte_counts.sum()) == len(text) + 3
+    assert tokenizer.decode(packed).replace(" ", "") == text.replace(" ", "") + "the"
 
 
 def test_a_text_that_would_end_itself_is_refused() -> None:
-    """In a Unigram model the end-of-document token may be an ordinary piece, as in SentencePiece."""
-    letters = [(letter, -5.0) for letter in "▁abcdefghs<>/"]
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((piece, -20.0) for piece in FALLBACK), *letters]
-    split = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    model = models.Unigram(pieces, unk_id=0, byte_fallback=True)
-    theirs = library(model, END, pre_tokenizer=split, decoder=decoders.Sequence(UNSPELL))
-    tokenizer = Tokenizer(theirs.to_str(), eos="</s>")
-    with pytest.raises(DataError, match=r"as the end-of-document token .* begins with 'ab</s>cd'"):
-        tokenizer.encode_documents(["a", "ab</s>cd"])
-    assert tokenizer.encode_documents(["a", "a"]).tolist().count(tokenizer.eos_id) == 2
+    made = library(models.WordLevel({"?": 0, "a": 1, "$": 2}, unk_token="?"), pre_tokenizer=pre_tokenizers.Whitespace())
+    tokenizer = Tokenizer(made.to_str(), eos="$")
+    assert tokenizer.encode_documents(["a b", "a"]).tolist() == [1, 0, 2, 1, 2]
+    with pytest.raises(DataError, match=r"as the special token '\$'. The text begins with 'a \$ b'"):
+        tokenizer.encode_documents(["a", "a $ b"])
+
+
+def test_a_tokenizer_that_draws_its_tokens_gives_the_same_ones() -> None:
+    made = llama(prepend=False)
+    made.model.dropout = 0.9
+    assert Tokenizer(made.to_str()).encode("the the") == Tokenizer(llama(prepend=False).to_str()).encode("the the")
+
+
+@each_tokenizer
+def test_the_bytes_of_windows_add_up_however_documents_are_cut(tokenizer: Tokenizer) -> None:
+    documents = [ODD, *DOCUMENTS[:5], "漢字" * 20, ODD * 3]
+    parts = [pack(some, tokenizer, counted=True) for some in (documents[:3], documents[3:])]
+    packed = PackedTokens.joined(parts)
+    assert packed.num_bytes == sum(len(text.encode()) for text in documents)
+    first = int(tokenizer.encode_counted(documents[:1])[1][0])  # the first token is nobody's target
+    for length in (1, 7, 64):
+        windows = np.arange(packed.num_windows(length))
+        rest = int(packed.byte_counts()[1 + len(windows) * length :].sum())
+        each = [packed.target_bytes(windows[n : n + 1], length) for n in windows.tolist()]
+        assert sum(each) == packed.target_bytes(windows, length) == packed.num_bytes - first - rest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.data import ByteTokenizer, DataSettings, Tokenizer, make_tokenizer
@@ -14,6 +14,7 @@ from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer
 from diloco.trained import Sampling, generate, text_of, without_end
 from tests.model.decoders import build_lively
+from tests.vocabularies import FAMILIES, ODD
 
 SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
 PROMPT = [3, 1, 4, 1, 5]
@@ -151,12 +152,45 @@ def test_arguments_that_cannot_work_are_refused_at_once(changes: dict[str, Any],
 BPE = make_tokenizer(DataSettings(tokenizer="bpe:275"), ["abab cabab ümlaut abc abcd 日本語 ababab"] * 4)
 
 
+TOKENIZERS = {
+    "bytes": ByteTokenizer(),
+    "bpe": BPE,
+    **{name: Tokenizer(made().to_str()) for name, made in FAMILIES.items()},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
 @given(
-    tokens=st.lists(st.integers(0, 280), max_size=40) | st.text("abé本\n", max_size=30).map(lambda t: list(t.encode())),
-    tokenizer=st.sampled_from([ByteTokenizer(), BPE]),
+    tokens=st.lists(st.integers(0, 300), max_size=40) | st.text("abé本\n", max_size=30).map(lambda t: list(t.encode())),
+    prompt=st.sampled_from(["", "the", "the quick ", "thé \n", "สวัสดี"]),
 )
-def test_pieces_together_are_the_text(tokens: list[int], tokenizer: Tokenizer) -> None:
+def test_pieces_together_are_the_text(name: str, tokens: list[int], prompt: str) -> None:
+    tokenizer = TOKENIZERS[name]
     assert "".join(text_of(tokens, tokenizer)) == tokenizer.decode(tokens)
+    before = tokenizer.encode_prompt(prompt)
+    whole, begin = tokenizer.decode([*before, *tokens]), tokenizer.decode(before)
+    if whole.startswith(begin):  # bytes after those of a character may spoil it
+        assert begin + "".join(text_of(tokens, tokenizer, before)) == whole
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_of_a_long_text_are_whole_characters_and_come_soon(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.encode((ODD + "the quick brown fox. " * 4) * 8)
+    pieces = list(text_of(tokens, tokenizer, tokenizer.encode_prompt("the")))
+    whole = tokenizer.decode([*tokenizer.encode_prompt("the"), *tokens])
+    assert tokenizer.decode(tokenizer.encode_prompt("the")) + "".join(pieces) == whole
+    assert "\ufffd" not in "".join(pieces)
+    assert len(pieces) == len(tokens) + 1
+    assert len(pieces[-1]) < 4
+
+
+def test_a_space_between_prompt_and_answer_is_not_lost() -> None:
+    tokenizer = TOKENIZERS["Llama 2"]
+    prompt, tokens = tokenizer.encode_prompt("quick"), tokenizer.encode("the")
+    assert "".join(text_of(tokens, tokenizer, prompt)) == " the"
+    assert "".join(text_of(tokens, tokenizer, tokenizer.encode_prompt(""))) == "the"
 
 
 def test_a_closing_that_is_text_is_not_part_of_an_answer() -> None:

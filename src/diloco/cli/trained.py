@@ -199,12 +199,12 @@ def run_generate(arguments: Sequence[str]) -> int:
         """Return the text of each token up to one of the tokens ``ends``, and then the rest of an incomplete one."""
         generator = torch.Generator(device).manual_seed(options.seed)
         how = {"max_new_tokens": options.tokens, "sampling": sampling, "stop_tokens": ends, "window": window}
-        return text_of(generate(trained.model, prompt, generator, **how), tokenizer)
+        return text_of(generate(trained.model, prompt, generator, **how), tokenizer, prompt)
 
     if options.chat:
         return _chat(options, trained, pieces)
     tokenizer, prompt = trained.tokenizer, options.prompt
-    text = pieces(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], tokenizer.eos_id)
+    text = pieces(tokenizer, tokenizer.encode_prompt(prompt), tokenizer.eos_id)
     if options.json:
         *parts, rest = text
         ended_by = "length" if len(parts) == options.tokens else "end of document"

@@ -5,6 +5,7 @@ from .batches import Shares as Shares
 from .batches import as_message as as_message
 from .batches import deal as deal
 from .batches import heldout_batches as heldout_batches
+from .batches import heldout_windows as heldout_windows
 from .batches import permute as permute
 from .batches import read_message as read_message
 from .chat import ChatTokenizer as ChatTokenizer
@@ -25,4 +26,5 @@ from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
 from .tokenizer import make_tokenizer as make_tokenizer
 from .tokens import PackedTokens as PackedTokens
+from .tokens import pack as pack
 from .tokens import tokenize as tokenize

@@ -299,17 +299,14 @@ def _gather(tokens: PackedTokens | PackedRows, windows: NDArray[np.int64], seque
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def heldout_batches(
-    tokens: PackedTokens | PackedRows, sequence_length: int, batch_size: int, max_sequences: int
-) -> Iterator[Batch]:
-    """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
+def heldout_windows(
+    tokens: PackedTokens | PackedRows, sequence_length: int, max_sequences: int
+) -> tuple[NDArray[np.int64], int]:
+    """Return the windows to evaluate on, always the same ones, spread evenly over ``tokens``, in order; and their
+    length.
 
-    At most ``max_sequences`` windows are used; 0: all. The last batch may be smaller. Fewer tokens than a window needs
-    are one shorter window. `DataError` if there is nothing to predict is raised at once, not at the first batch.
-
-    >>> batches = heldout_batches(PackedTokens([np.arange(21)]), 2, batch_size=2, max_sequences=3)
-    >>> [inputs[:, 0].tolist() for inputs, _ in batches]
-    [[0, 6], [12]]
+    At most ``max_sequences`` windows are used; 0: all. Fewer tokens than a window needs are one shorter window. Raise
+    `DataError` if there is nothing to predict.
     """
     windows = tokens.num_windows(sequence_length)
     if not windows and isinstance(tokens, PackedTokens) and len(tokens) > 1:
@@ -317,10 +314,20 @@ def heldout_batches(
     if not windows:
         raise DataError("There is no text to evaluate on, or too little to hold some of it out. Give more text.")
     count = min(max_sequences or windows, windows)
-    chosen = np.arange(count) * windows // count
-    return (
-        _gather(tokens, chosen[first : first + batch_size], sequence_length) for first in range(0, count, batch_size)
-    )
+    return np.arange(count) * windows // count, sequence_length
+
+
+def heldout_batches(
+    tokens: PackedTokens | PackedRows, sequence_length: int, batch_size: int, max_sequences: int
+) -> Iterator[Batch]:
+    """Return an iterator of batches of the `heldout_windows`. The last one may be smaller.
+
+    >>> batches = heldout_batches(PackedTokens([np.arange(21)]), 2, batch_size=2, max_sequences=3)
+    >>> [inputs[:, 0].tolist() for inputs, _ in batches]
+    [[0, 6], [12]]
+    """
+    chosen, length = heldout_windows(tokens, sequence_length, max_sequences)  # raises at once, not at the first batch
+    return (_gather(tokens, chosen[first : first + batch_size], length) for first in range(0, len(chosen), batch_size))
 
 
 class Sampler(Batches):

@@ -26,13 +26,16 @@ from diloco.data.settings import TEMPLATES, DataSettings, template_file
 from diloco.data.source import Source, checked_text, warn_once
 from diloco.data.split import Split, document_key, suffices, whole_split
 from diloco.data.template import Marks, Message, Probe, Tools
-from diloco.data.tokenizer import Tokenizer, library_tokenizer
+from diloco.data.tokenizer import Tokenizer, bytes_of_tokens, library_tokenizer, stored_end, tokenizer_folder
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
+
+_SHORT: Sequence[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+"""A conversation that every template renders."""
 
 _NOTES = {
     "cut": "cut at {length} tokens",
@@ -50,6 +53,17 @@ class Example:
     tokens: NDArray[Any]  # ``(n,)`` integers
     # ``(n,)`` bool: whether the loss counts a token; False for the first, which is not predicted
     counted: NDArray[np.bool_]
+    # ``(n,)`` integers: UTF-8 bytes of the conversation that a token stands for. None: not known
+    byte_counts: NDArray[Any] | None = None
+
+    def cut(self, length: int) -> Example:
+        """Return the first tokens, at most ``length``."""
+        byte_counts = None if self.byte_counts is None else self.byte_counts[:length]
+        return Example(self.tokens[:length], self.counted[:length], byte_counts)
+
+    def counted_bytes(self) -> int:
+        """Return how many bytes the tokens that the loss counts stand for; 0 if that isn't known."""
+        return 0 if self.byte_counts is None else int(self.byte_counts[self.counted].sum())
 
 
 def chat_rows(
@@ -161,7 +175,7 @@ def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter
             prompt, answer = (str(message["content"]) for message in messages)
             whole, all_count = tokenizer.completion(prompt, answer), True
         counts["partial"] += not all_count
-        example = Example(whole.tokens[:length], whole.counted[:length])
+        example = whole.cut(length)
         if example.counted.any():
             counts["cut"] += len(example.tokens) < len(whole.tokens)
             return example
@@ -195,6 +209,7 @@ class PackedRows:
                 self.targets[row, begin : end - 1] = targets[1:]
                 self.targets[row, end - 1] = ENDS
                 begin = end
+        self._row_bytes = [sum(examples[number].counted_bytes() for number in numbers) for numbers in rows]
         self.documents, self.marks_ends = len(examples), together
         self.num_tokens = sum(sizes)  # without padding
         self.counted_tokens = int((self.targets >= 0).sum())  # tokens that the loss counts
@@ -218,6 +233,10 @@ class PackedRows:
     def read(self, window: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Fill ``inputs`` and ``targets``, each ``(length,)``, with those of a row."""
         inputs[:], targets[:] = self.inputs[window], self.targets[window]
+
+    def target_bytes(self, windows: NDArray[np.int64], length: int) -> int:
+        """Return how many bytes of the conversations the counted targets of rows stand for."""
+        return sum(self._row_bytes[row] for row in windows.tolist())
 
 
 def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
@@ -398,7 +417,9 @@ class ChatTokenizer(Tokenizer):
 
     def __init__(self, place: str, format: str = "chat") -> None:
         library = library_tokenizer(place, "finetune", "A conversation needs transformers")
-        super().__init__(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=place)
+        eos = library.eos_token or stored_end(tokenizer_folder(place))
+        super().__init__(library.backend_tokenizer.to_str(), eos=eos, source=place)
+        library.eos_token = self._eos
         self._library, self._place = library, place
         if (template := template_file(format)) is not None:
             library.chat_template = _read_template(template, format)
@@ -408,6 +429,7 @@ class ChatTokenizer(Tokenizer):
                     f"{place} has no token {min(missing)}, which data.format={format} needs: a text could spell it. "
                     "Use --data.format plain, which needs no tokens of its own."
                 )
+        library.chat_template = self._with_beginning(library.chat_template)
         self.has_template = bool(library.chat_template)
         self._added = {*library.added_tokens_decoder}
         special = {*library.all_special_tokens, *(str(t) for t in library.added_tokens_decoder.values() if t.special)}
@@ -423,6 +445,20 @@ class ChatTokenizer(Tokenizer):
                 f"The chat template of {place} does not mark the token that ends an answer as part of it, so models do "
                 "not learn to end answers. Move the token in front of {% endgeneration %}."
             )
+
+    def _with_beginning(self, template: Any) -> Any:
+        """Return a template, or several by name, that begins with the tokens with which the tokenizer begins a text."""
+        if isinstance(template, dict):
+            return {name: self._with_beginning(each) for name, each in template.items()}
+        opening = "".join(self._library.convert_ids_to_tokens(self.begin_prompt))
+        if not template or not opening:
+            return template
+        try:
+            text = str(self._library.apply_chat_template(_SHORT, chat_template=template, tokenize=False))
+        except Exception:  # it may need more than this conversation has
+            return template
+        literal = json.dumps(opening, ensure_ascii=False)
+        return template if text.startswith(opening) else f"{{{{ {literal} }}}}{template}"
 
     def save(self, folder: Path) -> None:
         """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
@@ -462,13 +498,23 @@ class ChatTokenizer(Tokenizer):
     def completion(self, prompt: str, completion: str) -> Example:
         """Tokenise a prompt and what follows it as a document, of which only the latter counts, with its end.
 
-        Its first tokens are those of `encode` of the prompt.
+        Its first tokens are those of `encode_prompt`, if the prompt isn't empty.
         """
-        before, tokens = self.encode(prompt), self.encode(prompt + completion)
-        if tokens[: len(before)] != before:  # a token crosses the border
-            tokens = [*before, *self.encode(completion)[len(self.encode("")) :]]
-        counted = np.arange(len(tokens) + 1) >= max(1, len(before))
-        return Example(np.array([*tokens, self.eos_id], dtype=self.dtype), counted)
+        before, bytes_before = self._text_alone(prompt)
+        tokens, byte_counts = self._text_alone(prompt + completion)
+        if tokens[: len(before)].tolist() != before.tolist():  # a token crosses the border
+            after, bytes_after = (each[len(self.encode("")) :] for each in self._text_alone(completion))
+            tokens, byte_counts = np.append(before, after), np.append(bytes_before, bytes_after)
+        begin, end = self.begin_prompt, self.end_document
+        tokens = np.concatenate([begin, tokens, end]).astype(self.dtype)
+        byte_counts = np.pad(byte_counts, (len(begin), len(end)))
+        return Example(tokens, np.arange(len(tokens)) >= max(1, len(begin) + len(before)), byte_counts)
+
+    def _text_alone(self, text: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the tokens of a text, and how many of its bytes each stands for, without what begins and ends it."""
+        tokens, byte_counts = self.encode_counted([text])
+        inside = slice(len(self.begin_document), len(tokens) - len(self.end_document))
+        return tokens[inside], byte_counts[inside]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
@@ -519,9 +565,12 @@ class ChatTokenizer(Tokenizer):
                 all_count = False
         counted &= marked
         counted[:1] = False
+        byte_counts = bytes_of_tokens(whole, spans)
+        byte_counts[np.isin(tokens, list(self._control_ids))] = 0
         if messages[-1]["role"] == "assistant" and not self._is_ended(tokens, counted):
             tokens, counted = np.append(tokens, tokens.dtype.type(self.eos_id)), np.append(counted, True)
-        return Example(tokens, counted), all_count
+            byte_counts = np.append(byte_counts, 0)
+        return Example(tokens, counted, byte_counts), all_count
 
     def _is_ended(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> bool:
         """Return whether a token ends the last answer that counts, if there is one. Some templates end it by text."""

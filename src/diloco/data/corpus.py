@@ -178,7 +178,7 @@ def _first_heldout(source: Source, look: Survey, tokenizer: Tokenizer) -> Packed
     texts = look.heldout
     if texts is None:
         texts = list(islice(look.split.heldout(source.documents()), MANY))
-    return pack(texts, tokenizer)
+    return pack(texts, tokenizer, counted=True)
 
 
 def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> None:

@@ -1,16 +1,18 @@
-"""Tokenizers of the ``tokenizers`` library in which every token stands for a string of bytes.
+"""Tokenizers of the ``tokenizers`` library, as documents need them.
 
-A loss per token converts to bits per byte by a table of the bytes of each token. A tokenizer that folds case, merges
-spaces or has no token for some characters would model a different text than the one whose bytes are counted, so it is
-refused. A ``tokenizer_config.json`` next to the ``tokenizer.json`` names the end-of-document token.
+A document begins and ends with the tokens that the tokenizer's own post-processor adds (``<s>``, ``[SEP]``), and with
+an end-of-document token in any case. Normalisers may change a text and an unknown token may stand for a part of it, so
+the bytes of a text are counted in the text itself, and divided among its tokens by the characters that they stand for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,98 +31,187 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 """The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
 
+TOKENIZER_NAME = "tokenizer.json"
+
+_VOCABULARIES = (
+    *(TOKENIZER_NAME, "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+"""The files of which a folder with a tokenizer has at least one."""
+
+_BESIDE = (
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("generation_config.json", "config.json"),
+)
+"""The other files of a folder that say something about its tokenizer."""
+
+_ENDS = (
+    *(("tokenizer_config.json", "eos_token"), ("special_tokens_map.json", "eos_token")),
+    *(("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")),
+)
+"""Where a folder names its end-of-document token, the most specific first."""
+
+_END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "sep")
+"""What end-of-document tokens are called, without their case, brackets and separators, the likeliest first."""
+
 _PROBE = "The quick  brown fox,\n\n\tit's 12,345 µm Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x_\r\n"
-"""A text that a tokenizer must spell exactly: white space, other scripts, characters that normalisers change."""
+"""A text with white space, several scripts and composed characters."""
 
 
 class Tokenizer:
-    """A tokenizer of a ``tokenizer.json``: a byte-level BPE such as GPT-2's, or another that spells texts exactly.
+    """A tokenizer of a ``tokenizer.json``.
 
     Special tokens that are written out in a text are encoded as plain characters, so no document can end itself.
 
     Args:
         content: the text of the file.
-        eos: the token that ends a document.
+        eos: the token that ends a document, or its id. None: the last one that the post-processor adds, or the one that
+            is called like one.
         source: the name of the tokenizer in error messages.
 
     Raises:
-        DataError: the file cannot be read, does not spell texts exactly, or has no such token. The encoding methods
-            raise it for a text that encodes to the end-of-document token.
+        DataError: the file cannot be read, can't encode every text, or has no token that can end a document. The
+            encoding methods raise it for a text that they can't encode.
     """
 
-    def __init__(self, content: str, *, eos: str, source: str = "the tokenizer") -> None:
+    def __init__(self, content: str, *, eos: str | int | None = None, source: str = "the tokenizer") -> None:
         import tokenizers
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"{source} is not a valid tokenizer.json: {error}.") from error
-        eos_id = self._tokenizer.token_to_id(eos)
-        if eos_id is None:
-            raise DataError(
-                f"{source} has no token {eos!r} to end a document with. Name another as eos_token in a "
-                "tokenizer_config.json next to it."
-            )
-        self._tokenizer.add_special_tokens([eos])  # some files list it without marking it as special
-        self._tokenizer.encode_special_tokens = True
+        self._source = source
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._eos, self._source = eos, source
-        self._token_bytes = _token_bytes(self._tokenizer, source)
-        self.vocab_size = len(self._token_bytes)  # number of ids, the end-of-document token included
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None  # the same text has the same tokens
+        described = json.loads(self._tokenizer.to_str())
+        self._check_encodes(described)
+        self.begin_prompt, ends = self._added_around()  # the tokens that begin a text
+        self._eos = _end_token(self._tokenizer, eos, ends, source)
+        self._tokenizer.add_special_tokens([self._eos])  # some files list it without marking it as special
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values())  # number of ids
         self.dtype = smallest_dtype(self.vocab_size)
-        self.eos_id = eos_id  # the token that ends every document
-        self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
-        spelled, probe = self.as_bytes(self._encoded([_PROBE])[0].ids), _PROBE.encode()
-        if spelled not in (probe, b" " + probe):
-            raise DataError(
-                f"{source} does not spell every text exactly: {_PROBE!r} became {spelled.decode(errors='replace')!r}, "
-                "so bits per byte would refer to a different text. Use a byte-level BPE, such as GPT-2's or Llama 3's, "
-                "or one with byte fallback and no normaliser, such as Llama 2's."
-            )
-        self._num_bytes[eos_id] = len(probe) - len(spelled)  # less a space that is added before every document
+        self.eos_id = vocabulary[self._eos]  # the token that ends every document
+        self.end_document = ends if ends[-1:] == [self.eos_id] else [*ends, self.eos_id]
+        # where the token that ends a document also begins one, there is one of them between two documents
+        self.begin_document = [] if self.begin_prompt[-1:] == [self.eos_id] else self.begin_prompt
+        unknown = _unknown_token(described["model"])
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._control_ids = {index for index, token in added.items() if token.special and token.content != unknown}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without an end-of-document token."""
-        return list(self.encode_documents([text])[:-1].tolist())
+        """Return the ids of ``text`` alone, without those that begin and end a document."""
+        return [index for ids, _ in self._encoded([text]) for index in ids]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a document that goes on after ``text``; at least one."""
+        return [*self.begin_prompt, *self.encode(text)] or [self.eos_id]
 
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
-        """Return the ids of all documents, each followed by `eos_id`, packed end to end: ``(n,)`` of type `dtype`."""
+        """Return the ids of all documents, packed end to end: ``(n,)`` of type `dtype`."""
         pieces = [np.zeros(0, dtype=self.dtype)]
         for begin in range(0, len(documents), 1024):  # limits how many of the library's bulky results exist at once
-            texts = documents[begin : begin + 1024]
-            for text, encoding in zip(texts, self._encoded(texts), strict=True):
-                if self.eos_id in encoding.ids:  # it may be a piece of a Unigram model
-                    raise DataError(
-                        f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text "
-                        f"begins with {text[:40]!r}. Remove these characters from it, or choose another "
-                        "end-of-document token (eos_token in tokenizer_config.json)."
-                    )
-                pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
+            for ids, _ in self._encoded(documents[begin : begin + 1024]):
+                pieces.append(np.array([*self.begin_document, *ids, *self.end_document], dtype=self.dtype))
         return np.concatenate(pieces)
 
-    def _encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    def encode_counted(self, documents: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+        """Return what `encode_documents` does, and how many UTF-8 bytes of its document each token stands for.
+
+        Together these are the bytes of the documents; tokens that begin or end one stand for none.
+        """
+        pieces, counts = [np.zeros(0, dtype=self.dtype)], [np.zeros(0, dtype=np.uint32)]
+        for begin in range(0, len(documents), 1024):
+            texts = documents[begin : begin + 1024]
+            for text, (ids, spans) in zip(texts, self._encoded(texts, spans=True), strict=True):
+                pieces.append(np.array([*self.begin_document, *ids, *self.end_document], dtype=self.dtype))
+                counts.append(np.zeros(len(pieces[-1]), dtype=np.uint32))
+                if ids:
+                    counts[-1][len(self.begin_document) :][: len(ids)] = bytes_of_tokens(text, spans)
+                else:  # a normaliser drops all of it
+                    counts[-1][-1] = len(text.encode())
+        return np.concatenate(pieces), np.concatenate(counts)
+
+    def _encoded(self, texts: Sequence[str], *, spans: bool = False) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the ids of each text and, if asked for, the characters that each of them stands for."""
+        result = []
+        for text, encoding in zip(texts, self._batch(texts, spans=spans), strict=True):
+            ids = encoding.ids
+            if self._control_ids.isdisjoint(ids):
+                result.append((ids, encoding.offsets if spans else []))
+            else:  # a piece of a Unigram model, or a word of a table, may be called like a special token
+                result.append(self._encoded_in_parts(text))
+        return result
+
+    def _encoded_in_parts(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text cut after the first character of every special token that it spells out."""
+        (encoding,) = self._batch([text], spans=True)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        cuts = [0, *(begin + 1 for index, (begin, end) in found if index in self._control_ids and end > begin + 1)]
+        cuts = [*sorted(set(cuts)), len(text)]
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for (begin, _), part in zip(
+            pairwise(cuts), self._batch([text[i:j] for i, j in pairwise(cuts)], spans=True), strict=True
+        ):
+            ids += part.ids
+            spans += [(begin + first, begin + last) for first, last in part.offsets]
+        if control := self._control_ids.intersection(ids):
+            raise DataError(
+                f"{self._source} encodes part of a text as the special token {self._name_of(min(control))!r}. The text "
+                f"begins with {text[:40]!r}. Remove these characters from it, or use another tokenizer."
+            )
+        return ids, spans
+
+    def _batch(self, texts: Sequence[str], *, spans: bool) -> list[tokenizers.Encoding]:
+        encode = self._tokenizer.encode_batch if spans else self._tokenizer.encode_batch_fast
         try:
-            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return encode(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{self._source} can't encode every text: {error}. Use a byte-level BPE.") from error
+            raise DataError(
+                f"{self._source} can't encode every text: {error}. Use a tokenizer with an unknown token, byte "
+                "fallback or a byte-level vocabulary."
+            ) from error
+
+    def _check_encodes(self, described: dict[str, Any]) -> None:
+        """Raise `DataError` if there are texts that raise an error or lose characters without an unknown token."""
+        if why := _what_is_lost(described):
+            raise DataError(
+                f"{self._source} has no unknown token and {why}, so it would drop characters of a text. Use a "
+                "tokenizer with an unknown token, byte fallback or all 256 bytes."
+            )
+        (encoding,) = self._batch([_PROBE], spans=False)
+        if not encoding.ids:
+            raise DataError(f"{self._source} encodes {_PROBE!r} to nothing. Use another tokenizer.")
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts before and after a text."""
+        encoding = self._tokenizer.encode(_PROBE)
+        ids, is_text = encoding.ids, [not special for special in encoding.special_tokens_mask]
+        if not any(is_text):
+            return [], []
+        return ids[: is_text.index(True)], ids[len(ids) - is_text[::-1].index(True) :]
 
     def decode(self, ids: ArrayLike) -> str:
-        """Return the text of ``ids``, an array of any shape.
+        """Return the text of ``ids``, an array of any shape, as the library's decoder gives it.
 
-        The end-of-document token is dropped. Bytes that are not valid UTF-8, and ids outside the vocabulary (a model's
-        vocabulary may be larger), become U+FFFD.
+        Special tokens are dropped, and so are ids outside the vocabulary (a model's vocabulary may be larger). Bytes
+        that are not valid UTF-8 become U+FFFD.
         """
-        return self.as_bytes(ids).decode("utf-8", errors="replace")
+        known = [index for index in np.asarray(ids).ravel().tolist() if 0 <= index < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=True)
 
-    def as_bytes(self, ids: ArrayLike) -> bytes:
-        """Return the bytes that `decode` decodes. An id outside the vocabulary is ``ff``."""
-        size = self.vocab_size
-        return b"".join(self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
-
-    def num_bytes(self, ids: ArrayLike) -> int:
-        """Return the number of UTF-8 bytes that ``ids`` stand for; the end-of-document token stands for none."""
-        return int(self._num_bytes[np.asarray(ids, dtype=np.int64)].sum())
+    def decode_settled(self, ids: Sequence[int]) -> str:
+        """Return the beginning of `decode` that no further token can change."""
+        text = self.decode(ids)
+        invalid = self._tokenizer.token_to_id("<0xFF>")  # no character contains this byte
+        if invalid is not None:  # one such byte after others makes the decoder replace all of them
+            text = os.path.commonprefix([text, self.decode([*ids, invalid])])  # noqa: RUF071  # of characters
+        return text.rstrip("\ufffd")  # bytes of a character that isn't complete
 
     @property
     def added_tokens(self) -> dict[int, str]:
@@ -132,11 +223,88 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.to_json() + "\n", "utf-8")
         config = {"eos_token": self._eos, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.begin_prompt:
+            config["bos_token"] = self._name_of(self.begin_prompt[0])
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _name_of(self, index: int) -> str:
+        return str(self._tokenizer.id_to_token(index))
 
     def to_json(self) -> str:
         """Return the text of the ``tokenizer.json``."""
         return self._tokenizer.to_str(pretty=True)
+
+
+def bytes_of_tokens(text: str, spans: ArrayLike) -> NDArray[np.int64]:
+    """Return how many UTF-8 bytes of ``text`` each of its tokens stands for, ``(n,)``; together all of them.
+
+    ``spans``, ``(n, 2)``, are the characters of each token. Characters between two tokens, which a normaliser dropped,
+    count with the later one, those after the last with that. A character of several tokens counts with the first.
+
+    >>> bytes_of_tokens("né 漢!", [(0, 1), (1, 2), (3, 4), (3, 4), (4, 5)]).tolist()
+    [1, 2, 4, 0, 1]
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    widths = 1 + sum((points >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
+    before = np.concatenate([[0], np.cumsum(widths)])  # bytes before each character, and of all
+    ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2)[:, 1].clip(0, len(points))
+    ends = np.maximum.accumulate(ends)
+    ends[-1:] = len(points)
+    sizes: NDArray[np.int64] = np.diff(before[ends], prepend=0)
+    return sizes
+
+
+def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: Sequence[int], source: str) -> str:
+    """Return the token that ends a document: the one that is ``named``, or that the post-processor adds last."""
+    if isinstance(named, str):
+        if tokenizer.token_to_id(named) is None:
+            raise DataError(
+                f"{source} has no token {named!r} to end a document with. Name another as eos_token in a "
+                "tokenizer_config.json next to it."
+            )
+        return named
+    for index in (*ends[-1:], *([] if named is None else [named])):
+        token = tokenizer.id_to_token(index) if index >= 0 else None
+        if token is not None:
+            return token
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    others = [token for token in tokenizer.get_vocab(with_added_tokens=False) if token[:1] in "<["]
+    names: dict[str, str] = {}
+    for token in (*added, *sorted(others)):
+        names.setdefault(re.sub("[^a-z/]", "", token.lower()), token)
+    for name in _END_NAMES:
+        if name in names:
+            return names[name]
+    raise DataError(
+        f"{source} has no token that ends a document: nothing names one, and none is called like one (<|endoftext|>, "
+        "</s>, <eos>, [SEP]). Name one as eos_token in a tokenizer_config.json next to it."
+    )
+
+
+def _unknown_token(model: dict[str, Any]) -> str | None:
+    """Return the token that stands for what a model, described as in its file, has no token for."""
+    if (index := model.get("unk_id")) is not None:
+        return str(model["vocab"][index][0])
+    unknown: str | None = model.get("unk_token")
+    return unknown
+
+
+def _what_is_lost(described: dict[str, Any]) -> str | None:
+    """Return why a tokenizer, described as in its file, drops what it has no token for; None if it doesn't.
+
+    Only a BPE without an unknown token does. The library's other models raise an error.
+    """
+    model = described["model"]
+    if model.get("type") != "BPE" or _unknown_token(model) is not None:
+        return None
+    if '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["normalizer"]]):
+        needed = set(byte_letters())
+    elif model.get("byte_fallback"):
+        needed = {f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        return "neither byte fallback nor a byte-level vocabulary"
+    missing = len(needed - model["vocab"].keys())
+    return f"lacks {missing} of the 256 bytes" if missing else None
 
 
 class ByteTokenizer(Tokenizer):
@@ -164,6 +332,13 @@ class ByteTokenizer(Tokenizer):
         is_byte[ends - 1] = False
         tokens[is_byte] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         return tokens
+
+    def encode_counted(self, documents: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+        tokens = self.encode_documents(documents)
+        return tokens, (tokens != self.eos_id).astype(np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -196,61 +371,54 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
-    """Return the bytes that each id stands for; special tokens and unused ids stand for none."""
-    described = json.loads(tokenizer.to_str())
-    decoder, model = described["decoder"] or {}, described["model"]
-    byte_level = "ByteLevel" in [part.get("type") for part in [decoder, *decoder.get("decoders", ())]]
-    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    vocabulary, added = tokenizer.get_vocab(with_added_tokens=True), tokenizer.get_added_tokens_decoder()
-    if byte_level and (missing := len(byte_of.keys() - vocabulary.keys())):
-        raise DataError(
-            f"{source} lacks {missing} of the 256 bytes. Use a byte-level BPE, such as GPT-2's or Llama 3's."
-        )
-    table = [b""] * (max(vocabulary.values()) + 1)
-    for token, index in vocabulary.items():
-        fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", token) if model.get("byte_fallback") else None
-        if index in added and (added[index].special or byte_level):
-            table[index] = b"" if added[index].special else token.encode()
-        elif byte_level:  # no text encodes to a token with other letters
-            table[index] = bytes(byte_of[letter] for letter in token) if byte_of.keys() >= set(token) else b""
-        elif fallback:
-            table[index] = bytes([int(fallback[1], 16)])
-        elif token != model.get("unk_token"):
-            table[index] = token.replace("▁", " ").encode()
-    return table
-
-
 def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
 
-    ``hf:NAME`` is that of a model on the hub, or of a local folder with a model or a tokenizer. If there is no
-    ``tokenizer.json``, transformers converts the tokenizer.
+    ``hf:NAME[@REVISION]`` is that of a model on the hub, or of a local folder with a model or a tokenizer. If there is
+    no ``tokenizer.json``, transformers converts the tokenizer.
     """
     name = settings.tokenizer
     if settings.bpe_vocab_size is not None:
         return _train_bpe(documents, settings.bpe_vocab_size)
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(place := name.removeprefix(HUB_PREFIX)).expanduser()
+    path = Path(name).expanduser()
     if name.startswith(HUB_PREFIX):
-        if not path.exists():
-            from huggingface_hub import snapshot_download
-
-            with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
-                path = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
-        if not path.is_file() and not (path / "tokenizer.json").is_file():
-            library = library_tokenizer(
-                name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"
-            )
-            return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
+        path = tokenizer_folder(name)
     elif not path.exists():
         raise ConfigurationError(
             f"data.tokenizer={name!r} is neither 'bytes' nor 'bpe' nor an existing path; "
             f"{nearest(name, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME for a "
             "tokenizer of the Hugging Face hub."
         )
+    if path.is_dir() and not (path / TOKENIZER_NAME).is_file() and has_tokenizer(path):
+        library = library_tokenizer(
+            str(path), "hf", f"data.tokenizer={name!r} has no {TOKENIZER_NAME} and needs transformers"
+        )
+        return Tokenizer(library.backend_tokenizer.to_str(), eos=library.eos_token or stored_end(path), source=name)
     return load_tokenizer(path)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether ``folder`` has the files of a tokenizer, perhaps in a form that transformers has to convert."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Return the local folder or file that ``hf:PATH`` names, or the local copy of what ``hf:NAME[@REVISION]`` does."""
+    place = name.removeprefix(HUB_PREFIX)
+    path = Path(place).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = place.partition("@")
+    patterns = [*_VOCABULARIES, *_BESIDE]
+    with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
+        path = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    if not has_tokenizer(path):
+        raise DataError(f"{name} has no tokenizer. Name another (--tokenizer).")
+    return path
 
 
 def _train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -279,31 +447,38 @@ def _train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes.
-
-    The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it, else GPT-2's.
-    """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    config = file.with_name("tokenizer_config.json")
+    """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes."""
+    file = path / TOKENIZER_NAME if path.is_dir() else path
     try:
         content = read_regular(file).decode("utf-8-sig")
-        eos = json.loads(read_regular(config)).get("eos_token") if config.exists() else None
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise DataError(f"{file} and the {config.name} next to it can't be read: {error}.") from error
-    eos = eos.get("content") if isinstance(eos, dict) else eos  # a token is written there in one of two forms
-    tokenizer = Tokenizer(content, eos=eos if isinstance(eos, str) else EOS, source=str(file))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} can't be read: {error}.") from error
+    tokenizer = Tokenizer(content, eos=stored_end(file.parent), source=str(file))
     plain = ByteTokenizer()
     return plain if tokenizer.to_json() == plain.to_json() else tokenizer
 
 
-def library_tokenizer(name: str, extra: str, needs: str) -> Any:
+def stored_end(folder: Path) -> str | int | None:
+    """Return the end-of-document token, or its id, that the files of a tokenizer or model in ``folder`` name."""
+    for name, key in _ENDS:
+        file = folder / name
+        try:
+            value = json.loads(read_regular(file)).get(key) if file.exists() else None
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
+            raise DataError(f"{file} can't be read: {error}.") from error
+        value = value.get("content") if isinstance(value, dict) else value  # a token is written in one of two forms
+        value = value[0] if isinstance(value, list) and value else value  # a model may stop at several
+        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+    return None
+
+
+def library_tokenizer(place: str, extra: str, needs: str) -> Any:
     """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers, which ``extra`` installs."""
     with from_extra(extra, needs):
         from transformers import AutoTokenizer
-    local = Path(place := name.removeprefix(HUB_PREFIX)).expanduser()
-    with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
-        library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place, trust_remote_code=False)
+    folder = tokenizer_folder(place)
+    with as_data_error(f"The tokenizer of {place}", FROM_HUB):
+        library: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         library.backend_tokenizer.to_str()
-    if library.eos_token is None:
-        raise DataError(f"{name} has no token to end a document with.")
     return library

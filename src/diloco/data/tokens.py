@@ -3,9 +3,10 @@
 Window i of sequences of L tokens contains ``tokens[i * L : i * L + L + 1]``. Its inputs are all tokens but the last,
 its targets all but the first. So every token is a target once, except the first one and fewer than L at the end.
 
-A folder holds ``train-00000.tokens`` and ``heldout-00000.tokens``, little-endian uint16 or uint32, each document
-followed by its end; the tokenizer; and ``manifest.json``: counts, digests, how it was made. Documents keep the order of
-their source. A folder is written next to its final path and renamed when it is complete.
+A folder holds ``train-00000.tokens`` and ``heldout-00000.tokens``, little-endian uint16 or uint32, each document with
+the tokens that begin and end it; ``heldout-00000.bytes``, uint32, the bytes that each held-out token stands for; the
+tokenizer; and ``manifest.json``: counts, digests, how it was made. Documents keep the order of their source. A folder
+is written next to its final path and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from diloco.data.split import Split, survey
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, smallest_dtype
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
+from diloco.units import diff
 
 
 class PackedTokens:
@@ -42,7 +44,9 @@ class PackedTokens:
         digest: a hash of all their bytes, if it is known already.
         vocab_size: reading an id that is not below it raises `DataError`, because files may be damaged. None: any.
         documents: the number of documents, each with its end.
-        num_bytes: their UTF-8 bytes; the end-of-document tokens stand for none.
+        num_bytes: their UTF-8 bytes.
+        byte_counts: for each of the pieces, how many of these bytes each token stands for. None: not known, which is
+            enough to train on.
 
     >>> tokens = PackedTokens([np.arange(4), np.arange(4, 6)])
     >>> len(tokens), tokens[2:5].tolist(), tokens[0:3].tolist()
@@ -59,10 +63,12 @@ class PackedTokens:
         vocab_size: int | None = None,
         documents: int = 0,
         num_bytes: int = 0,
+        byte_counts: Sequence[NDArray[Any]] | None = None,
     ) -> None:
         # A plain view: slices of np.memmap are np.memmap objects, which take ten times as long to create.
         self.pieces = tuple(piece.view(np.ndarray) for piece in pieces)
         self.vocab_size, self.documents, self.num_bytes = vocab_size, documents, num_bytes
+        self._byte_counts = None if byte_counts is None else PackedTokens(byte_counts)
         self._ends = list(accumulate(len(piece) for piece in self.pieces))
         self._digest = digest
 
@@ -72,12 +78,14 @@ class PackedTokens:
         if len(parts) == 1:
             return parts[0]
         known = [part._digest for part in parts if part._digest is not None]
+        counts = [part._byte_counts for part in parts if part._byte_counts is not None]
         return cls(
             [piece for part in parts for piece in part.pieces],
             xxhash.xxh3_64_hexdigest(" ".join(known).encode()) if len(known) == len(parts) else None,
             vocab_size=parts[0].vocab_size,
             documents=sum(part.documents for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
+            byte_counts=[piece for each in counts for piece in each.pieces] if len(counts) == len(parts) else None,
         )
 
     @property
@@ -122,18 +130,34 @@ class PackedTokens:
         tokens = self[begin : begin + length + 1]
         inputs[:], targets[:] = tokens[:-1], tokens[1:]
 
+    def byte_counts(self) -> NDArray[Any]:
+        """Return how many bytes of the documents each token stands for, ``(n,)``, or none if that isn't known."""
+        return np.zeros(0, dtype=np.uint32) if self._byte_counts is None else self._byte_counts[:]
 
-def pack(documents: Sequence[str], tokenizer: Tokenizer) -> PackedTokens:
-    """Return the tokens of documents, as `Tokenizer.encode_documents` encodes them."""
-    tokens = tokenizer.encode_documents(documents)
-    size = tokenizer.num_bytes(tokens)
-    return PackedTokens([tokens], vocab_size=tokenizer.vocab_size, documents=len(documents), num_bytes=size)
+    def target_bytes(self, windows: NDArray[np.int64], length: int) -> int:
+        """Return how many bytes of the documents the targets of ``windows`` stand for; 0 if that isn't known."""
+        if self._byte_counts is None:
+            return 0
+        begins = [window * length + 1 for window in windows.tolist()]
+        return sum(int(self._byte_counts[begin : begin + length].sum()) for begin in begins)
+
+
+def pack(documents: Sequence[str], tokenizer: Tokenizer, *, counted: bool = False) -> PackedTokens:
+    """Return the tokens of documents; ``counted``: with the bytes that each stands for, which an evaluation needs."""
+    encoded = tokenizer.encode_counted(documents) if counted else (tokenizer.encode_documents(documents),)
+    return PackedTokens(
+        encoded[:1],
+        vocab_size=tokenizer.vocab_size,
+        documents=len(documents),
+        num_bytes=sum(len(text.encode()) for text in documents),
+        byte_counts=encoded[1:] or None,
+    )
 
 
 SPLITS = ("train", "heldout")
 
 _FORMAT = "diloco tokens"
-_VERSION = 2
+_VERSION = 3  # until 2, documents began without the tokens that the tokenizer begins a text with
 _MANIFEST = "manifest.json"
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
 
@@ -147,7 +171,8 @@ class TokenFolder:
             manifest = json.loads(read_regular(path / _MANIFEST))
             if (written := manifest["format_version"]) != _VERSION:
                 raise ValueError(f"version {written}, but diloco {version('diloco')} reads {_VERSION}")
-            self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
+            self.vocab_size = int(manifest["vocab_size"])
+            self._around = {name: list(manifest[name]) for name in ("begin_document", "end_document")}
             self.made: Mapping[str, Any] = dict(manifest["made"])  # how the folder was made
             self.splits = {name: self._split(name, manifest[name]) for name in SPLITS}
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
@@ -159,12 +184,10 @@ class TokenFolder:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer with which the tokens were made; raise `DataError` if it is another one."""
         tokenizer = load_tokenizer(self.path)
-        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self._eos_id):
-            raise DataError(
-                f"The tokenizer.json in {self.path} has {tokenizer.vocab_size} ids and ends documents with "
-                f"{tokenizer.eos_id}, but the tokens have {self.vocab_size} ids and end documents with {self._eos_id}. "
-                "Restore the tokenizer with which they were made."
-            )
+        mine = {"vocab_size": self.vocab_size, **self._around}
+        other = {name: getattr(tokenizer, name) for name in mine}
+        if words := diff(mine, other, f"The token folder {self.path}", "the tokenizer.json in it", mine):
+            raise DataError(f"{words}. Restore the tokenizer with which the tokens were made.")
         return tokenizer
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
@@ -172,9 +195,19 @@ class TokenFolder:
         file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * dtype.itemsize
         if file.stat().st_size != size:
             raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
-        counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
-        tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.zeros(0, dtype)  # nothing can't be mapped
-        return PackedTokens([tokens], str(about["digest"]), vocab_size=self.vocab_size, **counts)
+        if not size:  # nothing can't be mapped
+            return PackedTokens([np.zeros(0, dtype)], str(about["digest"]), vocab_size=self.vocab_size)
+        tokens, byte_counts = np.memmap(file, dtype=dtype, mode="r"), None
+        if name == "heldout":
+            byte_counts = [np.memmap(file.with_suffix(".bytes"), dtype="<u4", mode="r", shape=tokens.shape)]
+        return PackedTokens(
+            [tokens],
+            str(about["digest"]),
+            vocab_size=self.vocab_size,
+            documents=int(about["documents"]),
+            num_bytes=int(about["bytes"]),
+            byte_counts=byte_counts,
+        )
 
 
 def token_folders(settings: DataSettings) -> list[TokenFolder]:
@@ -223,6 +256,7 @@ def tokenize(
         with new_folder(place) as folder:
             with ExitStack() as opened:
                 files = [opened.enter_context((folder / f"{name}-00000.tokens").open("wb")) for name in SPLITS]
+                byte_counts = opened.enter_context((folder / "heldout-00000.bytes").open("wb"))
                 digests = {name: xxhash.xxh3_64() for name in SPLITS}
                 for parts in encode_splits(source, split, tokenizer):
                     for name, file, part in zip(SPLITS, files, parts, strict=True):
@@ -230,13 +264,15 @@ def tokenize(
                         tokens = part[:].astype(part.dtype.newbyteorder("<"), copy=False)
                         digests[name].update(tokens.data)
                         file.write(tokens.data)
+                    byte_counts.write(parts[1].byte_counts().astype("<u4", copy=False).data)
                     progress(*(sum(count[unit] for count in counts.values()) for unit in ("documents", "bytes")))
             tokenizer.save(folder)
             manifest = {
                 "format": _FORMAT,
                 "format_version": _VERSION,
                 "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id,
+                "begin_document": tokenizer.begin_document,
+                "end_document": tokenizer.end_document,
                 **{name: {**counts[name], "digest": digests[name].hexdigest()} for name in SPLITS},
                 "made": {"diloco": version("diloco"), **vars(settings)},
             }
@@ -265,13 +301,13 @@ def encode_splits(source: Source, split: Split, tokenizer: Tokenizer) -> Iterato
                 side.append(part)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
-            yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
+            yield pack(sides[0], tokenizer), pack(sides[1], tokenizer, counted=True)
             sides, size = ([], []), 0
-    yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
+    yield pack(sides[0], tokenizer), pack(sides[1], tokenizer, counted=True)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> PackedTokens:
-    """Return the tokens of any number of documents, of which only some are in memory as text at a time."""
+    """Return the tokens to evaluate on of any number of documents, some of which are in memory as text at a time."""
     parts: list[PackedTokens] = []
     some: list[str] = []
     size = 0
@@ -279,6 +315,6 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> PackedTokens:
         some.append(text)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
-            parts.append(pack(some, tokenizer))
+            parts.append(pack(some, tokenizer, counted=True))
             some, size = [], 0
-    return PackedTokens.joined([*parts, pack(some, tokenizer)])
+    return PackedTokens.joined([*parts, pack(some, tokenizer, counted=True)])

@@ -41,7 +41,7 @@ from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.trained import evaluate, generate, read_weights
+from diloco.trained import evaluate, generate, read_weights, text_of
 from diloco.units import format_count
 
 SAMPLE_TOKENS = 200
@@ -287,14 +287,14 @@ class _Run:
             with session.global_model() as model, autocast:
                 tokens = generate(
                     model,
-                    tokenizer.encode(prompt) or [tokenizer.eos_id],
+                    begin := tokenizer.encode_prompt(prompt),
                     generator,
                     max_new_tokens=SAMPLE_TOKENS,
                     stop_tokens=[tokenizer.eos_id],
                     window=self.settings.train.sequence_length,
                     agreed=session.fleet.group.share,
                 )
-                text = tokenizer.decode(list(tokens))
+                text = "".join(text_of(tokens, tokenizer, begin))
             self.emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=True))
 
     def _save(self, *, wait: bool = False) -> None:

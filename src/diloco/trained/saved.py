@@ -351,10 +351,12 @@ def export_huggingface(
     config = made.config
     if native:
         config.max_position_embeddings = longest
-    # The token that ends a document also begins the first one. The model's configuration has no padding token, because
-    # the embedding of that token would get no gradient.
+    # Unless the tokenizer adds another, the token that ends a document also begins the first one. The model's
+    # configuration has no padding token, because the embedding of that token would get no gradient.
     config.eos_token_id = tokenizer.eos_id
-    if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
+    if tokenizer.begin_prompt:
+        config.bos_token_id = tokenizer.begin_prompt[0]
+    elif config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
         config.bos_token_id = tokenizer.eos_id
     generation = trained.generation or (made.generation_config.to_diff_dict() if made.generation_config else {})
     made.generation_config = type(made.generation_config)()  # the library refuses to write some that others wrote

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from diloco.algorithm import check_ranges, check_whole
-from diloco.data import PackedRows, PackedTokens, Tokenizer, heldout_batches
+from diloco.data import PackedRows, PackedTokens, Tokenizer, heldout_batches, heldout_windows
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError, NonFiniteError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
@@ -32,7 +31,7 @@ class Evaluation:
     loss: float  # mean cross-entropy in nats per token, end-of-document tokens included
     bits_per_byte: float  # the same cross-entropy in bits per byte of text, comparable between tokenisers
     tokens: int  # number of predicted tokens
-    num_bytes: int  # number of UTF-8 bytes that they stand for
+    num_bytes: int  # number of UTF-8 bytes of the documents that they stand for
 
     @property
     def perplexity(self) -> float:
@@ -72,7 +71,8 @@ def evaluate(
     fitting = LOGITS_BYTES // (4 * sequence_length * model.vocab_size)
     end = ENDS if tokens.marks_ends else tokenizer.eos_id if document_masks else None
     device, was_training = next(model.parameters()).device, model.training
-    nats, count, num_bytes, dtype = 0.0, 0, 0, getattr(torch, precision)
+    nats, count, dtype = 0.0, 0, getattr(torch, precision)
+    num_bytes = tokens.target_bytes(*heldout_windows(tokens, sequence_length, sequences))
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
@@ -83,16 +83,15 @@ def evaluate(
                 logits = model(rows, documents=documents_of(rows, following, end)).flatten(0, 1).float()
                 following = torch.where(following < 0, NOT_COUNTED, following).flatten()
                 loss = nn.functional.cross_entropy(logits, following, ignore_index=NOT_COUNTED, reduction="sum")
-                counted = targets[targets >= 0]
                 nats += float(loss)
-                count += counted.numel()
-                num_bytes += tokenizer.num_bytes(counted)
+                count += int((targets >= 0).sum())
                 progress(count)
     finally:
         model.train(was_training)
     if not count:
         raise DataError("There is no token to predict in the text.")
-    return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
+    bits_per_byte = nats / math.log(2) / num_bytes if num_bytes else math.nan
+    return Evaluation(nats / count, bits_per_byte, count, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +210,35 @@ def _uncompiled() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
-def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+_CONTEXT = 64  # tokens that are decoded again with each new one
+
+
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> Iterator[str]:
     """Yield the text that is certain after each token, in whole characters, and then the rest.
+
+    Together the pieces are what the tokens add to the text of ``prompt_tokens``, which may be a space at its end.
 
     >>> from diloco.data import ByteTokenizer
     >>> list(text_of("né".encode(), ByteTokenizer()))
     ['n', '', 'é', '']
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    yield from (decoder.decode(tokenizer.as_bytes(token)) for token in tokens)
-    yield decoder.decode(b"", final=True)
+    context = _recent(list(prompt_tokens), tokenizer)
+    shown = len(tokenizer.decode(context))
+    for token in tokens:
+        context.append(token)
+        certain = tokenizer.decode_settled(context)
+        yield certain[shown:]
+        shown = max(shown, len(certain))
+        if len(context) > 2 * _CONTEXT and shown == len(certain):
+            context = _recent(context, tokenizer)
+            shown = len(tokenizer.decode_settled(context))
+    yield tokenizer.decode(context)[shown:]
+
+
+def _recent(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the last tokens, or all of them if they end within a character."""
+    is_whole = tokenizer.decode_settled(tokens) == tokenizer.decode(tokens)
+    return tokens[-_CONTEXT:] if is_whole else tokens
 
 
 def without_end(pieces: Iterable[str], end: str) -> Iterator[str]:
