@@ -51,7 +51,7 @@ _ENDS = (
 )
 """Where a folder names its end-of-document token, the most specific first."""
 
-_END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "sep")
+_END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "eot", "sep")
 """What end-of-document tokens are called, without their case, brackets and separators, the likeliest first."""
 
 _PROBE = "The quick  brown fox,\n\n\tit's 12,345 µm Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x_\r\n"
@@ -86,8 +86,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None  # the same text has the same tokens
-        described = json.loads(self._tokenizer.to_str())
-        self._check_encodes(described)
+        self._check_encodes()
         self.begin_prompt, ends = self._added_around()  # the tokens that begin a text
         self._eos = _end_token(self._tokenizer, eos, ends, source)
         self._tokenizer.add_special_tokens([self._eos])  # some files list it without marking it as special
@@ -99,7 +98,7 @@ class Tokenizer:
         self.end_document = ends if ends[-1:] == [self.eos_id] else [*ends, self.eos_id]
         # where the token that ends a document also begins one, there is one of them between two documents
         self.begin_document = [] if self.begin_prompt[-1:] == [self.eos_id] else self.begin_prompt
-        unknown = _unknown_token(described["model"])
+        unknown = _unknown_token(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._control_ids = {index for index, token in added.items() if token.special and token.content != unknown}
 
@@ -177,9 +176,9 @@ class Tokenizer:
                 "fallback or a byte-level vocabulary."
             ) from error
 
-    def _check_encodes(self, described: dict[str, Any]) -> None:
+    def _check_encodes(self) -> None:
         """Raise `DataError` if there are texts that raise an error or lose characters without an unknown token."""
-        if why := _what_is_lost(described):
+        if why := _what_is_lost(self._tokenizer):
             raise DataError(
                 f"{self._source} has no unknown token and {why}, so it would drop characters of a text. Use a "
                 "tokenizer with an unknown token, byte fallback or all 256 bytes."
@@ -281,29 +280,35 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
     )
 
 
-def _unknown_token(model: dict[str, Any]) -> str | None:
-    """Return the token that stands for what a model, described as in its file, has no token for."""
-    if (index := model.get("unk_id")) is not None:
-        return str(model["vocab"][index][0])
-    unknown: str | None = model.get("unk_token")
-    return unknown
+def _unknown_token(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """Return the token that stands for what a tokenizer has no token for; None if there is none."""
+    model = tokenizer.model
+    if hasattr(model, "unk_token"):
+        unknown: str | None = model.unk_token
+        return unknown
+    described = json.loads(model.__getstate__())  # a Unigram model, which shows its unknown token only in its file
+    index = described.get("unk_id")
+    return None if index is None else str(described["vocab"][index][0])
 
 
-def _what_is_lost(described: dict[str, Any]) -> str | None:
-    """Return why a tokenizer, described as in its file, drops what it has no token for; None if it doesn't.
+def _what_is_lost(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """Return why a tokenizer drops what it has no token for; None if it doesn't.
 
     Only a BPE without an unknown token does. The library's other models raise an error.
     """
-    model = described["model"]
-    if model.get("type") != "BPE" or _unknown_token(model) is not None:
+    from tokenizers import models
+
+    model = tokenizer.model
+    if not isinstance(model, models.BPE) or model.unk_token is not None:
         return None
-    if '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["normalizer"]]):
+    steps = [step for step in (tokenizer.pre_tokenizer, tokenizer.normalizer) if step is not None]
+    if any(b'"ByteLevel"' in step.__getstate__() for step in steps):
         needed = set(byte_letters())
-    elif model.get("byte_fallback"):
+    elif model.byte_fallback:
         needed = {f"<0x{byte:02X}>" for byte in range(256)}
     else:
         return "neither byte fallback nor a byte-level vocabulary"
-    missing = len(needed - model["vocab"].keys())
+    missing = len(needed - tokenizer.get_vocab(with_added_tokens=False).keys())
     return f"lacks {missing} of the 256 bytes" if missing else None
 
 
@@ -455,7 +460,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{file} can't be read: {error}.") from error
     tokenizer = Tokenizer(content, eos=stored_end(file.parent), source=str(file))
     plain = ByteTokenizer()
-    return plain if tokenizer.to_json() == plain.to_json() else tokenizer
+    is_plain = tokenizer.vocab_size == plain.vocab_size and tokenizer.to_json() == plain.to_json()
+    return plain if is_plain else tokenizer
 
 
 def stored_end(folder: Path) -> str | int | None:
