@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -188,14 +188,27 @@ def _refuse(key: str, text: str, module: str, libraries: Collection[str]) -> Non
         )
 
 
-def check_arguments(key: str, text: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
+def check_arguments(key: str, text: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigurationError` unless ``function``, which ``text`` names, takes all of these keyword arguments."""
     section, _, role = key.partition(".")
     table = f"sync.arguments.{role}" if section == "sync" else f"{section}.arguments"
+    check_switches(table, function, arguments)
     for name in arguments:
         if not takes(function, name):
             hint = nearest(name, inspect.signature(function).parameters)
             raise ConfigurationError(f"{table}.{name} is not an argument of {text}; {hint}")
+
+
+def check_switches(table: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` for true or false where ``function`` has a number as the default of an argument.
+
+    Python would take them for 1 and 0. ``table.NAME`` names the argument in the message.
+    """
+    parameters = inspect.signature(function).parameters
+    for name, value in arguments.items():
+        default = parameters[name].default if name in parameters else None
+        if isinstance(value, bool) and isinstance(default, int | float) and not isinstance(default, bool):
+            raise ConfigurationError(f"{table}.{name} must be a number such as {default!r}, got {value!r}.")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

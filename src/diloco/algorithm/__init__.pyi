@@ -1,4 +1,5 @@
 from .checks import check_choice as check_choice
+from .checks import check_finite as check_finite
 from .checks import check_number as check_number
 from .checks import check_range as check_range
 from .checks import check_ranges as check_ranges

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
@@ -13,6 +12,9 @@ from typing import Any, get_args, get_type_hints
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError, nearest
+
+MAX_FLOAT = 3.4028234663852886e38  # the largest float32; a larger number is infinite to a model
+MAX_WHOLE = 2**63 - 1
 
 
 def check_whole(name: str, value: Any, ge: int | None = None, le: int | None = None) -> int:
@@ -61,17 +63,39 @@ def check_number(
     >>> check_number("epsilon", float("nan"), gt=0)
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: epsilon must be a finite number above 0, got nan.
+
+    Finite means in float32 or, for whole numbers, in 64 bits.
     """
     if not isinstance(value, bool) and isinstance(value, Integral if whole else Real):
-        infinite = (operator.gt, -math.inf), (operator.lt, math.inf)
-        bounds = (operator.ge, ge), (operator.gt, gt), (operator.le, le), (operator.lt, lt), *infinite
+        most = MAX_WHOLE if whole else MAX_FLOAT
+        finite = (operator.ge, -most), (operator.le, most)
+        bounds = (operator.ge, ge), (operator.gt, gt), (operator.le, le), (operator.lt, lt), *finite
         if all(bound is None or fits(value, bound) for fits, bound in bounds):
             return
     low = f"of at least {ge}" if ge is not None else f"above {gt}" if gt is not None else ""
     high = f"of at most {le}" if le is not None else f"below {lt}" if lt is not None else ""
     words = f"from {ge} to {le}" if None not in (ge, le) else " and ".join(filter(None, (low, high)))
     kind = "whole number" if whole else "number" if high else "finite number"
+    if whole and not words and isinstance(value, Integral):
+        words = "of at most 64 bits"
     raise ConfigurationError(f"{name} must be a {kind}{' ' if words else ''}{words}, got {value!r}.")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise `ConfigurationError`, which names the entry, unless all numbers in a table of any depth are finite.
+
+    >>> check_finite("optimizer.arguments", {"betas": (0.9, float("inf"))})
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: optimizer.arguments.betas must be a finite number, got inf.
+    """
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            check_finite(f"{name}.{key}", inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            check_finite(name, inside)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        check_number(name, value, whole=isinstance(value, int))
 
 
 def check_range(name: str, value: Any, hint: Any) -> None:
@@ -88,13 +112,15 @@ def check_range(name: str, value: Any, hint: Any) -> None:
 def check_ranges(settings: object, prefix: str = "") -> None:
     """Raise `ConfigurationError` unless all fields of a dataclass, and of dataclasses in it, are in their ranges.
 
-    With the prefix "--" they are named as flags.
+    Numbers in its tables must be finite. With the prefix "--" they are named as flags.
     """
     for field, hint in _hints(type(settings)).items():
         value, name = getattr(settings, field), field.replace("_", "-") if prefix == "--" else field
         check_range(f"{prefix}{name}", value, hint)
         if is_dataclass(value):
             check_ranges(value, f"{prefix}{name}.")
+        elif isinstance(value, Mapping):
+            check_finite(f"{prefix}{name}", value)
 
 
 _hints: Callable[[type], dict[str, Any]] = functools.cache(functools.partial(get_type_hints, include_extras=True))

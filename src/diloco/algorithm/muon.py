@@ -72,6 +72,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         check_number("Muon's momentum", momentum, ge=0, lt=1)
         check_whole("Muon's newton_schulz_steps", newton_schulz_steps, 1)
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            check_number(f"Muon's {name}", value, ge=0)
         self._ranks = ranks or Alone()
         # with sizes as symbols, since each number of matrices would be compiled anew
         self._iterate = torch.compile(newton_schulz, dynamic=True) if compile else newton_schulz

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from tyro.conf import arg
 
+from diloco.algorithm.checks import check_number
 from diloco.errors import ConfigurationError, nearest
-from diloco.plugins import call, is_own, takes
+from diloco.plugins import call, check_switches, is_own, takes
 
 Strategy = Literal["strided", "sequential", "balanced"]
 
@@ -77,6 +78,7 @@ class Registry:
                 setting = f"{self.key}_{argument}"
                 hint = f"set {setting}." if hasattr(SyncSettings, setting.removeprefix("sync.")) else hint
                 raise ConfigurationError(f"The {self.kind} {name!r} has no parameter {argument!r}; {hint}")
+        check_switches(f"sync.arguments.{self.key.removeprefix('sync.')}", make, arguments)
         return make(**offered, **arguments)
 
 
@@ -207,3 +209,5 @@ class SyncSettings:
                 raise ConfigurationError(
                     f"sync.arguments.{role} must be a table such as {{block_size = 64}}, got {arguments!r}."
                 )
+        if self.max_norm is not None:
+            check_number("sync.arguments.average.max_norm", self.max_norm, gt=0)

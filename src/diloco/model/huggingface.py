@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import model_state, named_parameters, persistent_buffers, set_whole_
+from diloco.algorithm import check_finite, check_number, model_state, named_parameters, persistent_buffers, set_whole_
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CARD_NAME,
@@ -344,7 +345,7 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
     """Return the configuration that ``stored``, of a file, describes, after ``changes`` by the user."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
-    values: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {}
+    values: dict[str, Any] = _with_floats(stored) if isinstance(stored, Mapping) else {}
     model_type = str(values.pop("model_type", None))
     if model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
@@ -355,11 +356,15 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
     with _refusals(where):
         kind = CONFIG_MAPPING[model_type]
         known = kind()
+        for name, value in values.items():
+            if name not in changes and not _holds_infinity(getattr(known, name, None)):  # as Mamba 2's limit of time
+                check_finite(f"{where}: {name}", value)
         for name in changes:
             if name not in values and not hasattr(known, name):  # the library would take it in silence
                 raise ConfigurationError(
                     f"model.arguments.{name} is not a part of {kind.__name__}; {nearest(name, vars(known).keys())}"
                 )
+            _check_kind(name, changes[name], getattr(known, name, None))
         values |= copy.deepcopy(dict(changes))
         if options.attn_implementation is not None:
             values["attn_implementation"] = options.attn_implementation
@@ -379,6 +384,40 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
             "Use one such as Llama, Qwen3 or GPT-2, not quantised. For BERT and related models, set is_decoder = true."
         )
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a ``config.json`` with the floats that JSON lacks, as `transformers` writes them."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(inside) for name, inside in value.items()}
+    return [_with_floats(inside) for inside in value] if isinstance(value, list) else value
+
+
+def _holds_infinity(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_infinity, value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _check_kind(name: str, value: Any, default: Any) -> None:
+    """Refuse a number for a switch, a switch for a number, and a negative value where the default is positive.
+
+    The library would take them, and train a model without numbers in it.
+    """
+    kinds = [each for each in (bool, int, float) if isinstance(default, each)]
+    if not kinds or not isinstance(value, int | float):
+        return
+    if isinstance(value, bool) != (bool in kinds):
+        raise ConfigurationError(
+            f"model.arguments.{name} must be {'true or false' if bool in kinds else 'a number'}, such as the default "
+            f"{default!r}, got {value!r}."
+        )
+    if "drop" in name and float in kinds:
+        check_number(f"model.arguments.{name}", value, ge=0, lt=1)
+    if default > 0 > value and not name.endswith("token_id"):
+        raise ConfigurationError(f"model.arguments.{name} must not be negative, got {value!r}.")
 
 
 def _check_implementations(values: Any, where: str, name: str = "") -> None:

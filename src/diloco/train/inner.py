@@ -29,7 +29,7 @@ from diloco.algorithm import (
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
-from diloco.plugins import find, is_own, takes
+from diloco.plugins import check_switches, find, is_own, takes
 from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
 from diloco.transport import ReplicaGroup
@@ -233,6 +233,7 @@ def make_inner_optimizer(
             f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks "
             "that hold all parameters (ddp)."
         )
+    check_switches("optimizer.arguments", make, settings.arguments)
     accepted, arguments = inspect.signature(make).parameters, dict(settings.arguments)
     fuses = make is muon or ("fused" in accepted and not is_own(name))  # `muon` passes it on to AdamW
     may_fuse = fuses and (name in FUSED_ON_SHARDS or not sharded)
@@ -258,7 +259,8 @@ def make_inner_optimizer(
 
 def check_inner_arguments(settings: OptimizerSettings) -> None:
     """Raise `ConfigurationError` if the class is unknown or refuses the arguments, before there is a model."""
-    if not takes(_constructor(settings.name), "model"):  # what takes a model may need more of it than these layers
+    # code of the user's that takes a model may need more of it than these layers
+    if not is_own(settings.name) or not takes(_constructor(settings.name), "model"):
         make_inner_optimizer(settings, nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 8), nn.Linear(8, 4)))
 
 
