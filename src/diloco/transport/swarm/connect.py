@@ -92,8 +92,7 @@ class SwarmDirectory(Directory):
         try:
             if now_s - self._announced_s >= self.transport.rules.silence_s / _BEATS:
                 self._announced_s = now_s
-                if not self._streams.place.insists:
-                    await node.enter()
+                await node.enter()
                 await self.announce()
             self._records = [each for each in await self._streams.find() if each.number >= 0]
         except Exception as error:  # those of the DHT have no common base class
@@ -283,7 +282,7 @@ class SwarmDirectory(Directory):
         return any(record.swarm for record in self._records)
 
     def may_found(self, answers: Mapping[Address, object], waited_s: float) -> bool:
-        """Not without a checkpoint where there was a swarm.
+        """Not without a checkpoint where there was a swarm, and not by a look-up that failed.
 
         Nor while another one can't be asked: both may be behind routers until, after minutes, a relay carries their
         streams.
@@ -296,7 +295,8 @@ class SwarmDirectory(Directory):
         }
         unheard = any(isinstance(answers.get(PeerAddress(each)), Exception) for each in self._before)
         yields = unheard and self.me.last is None and waited_s < self.patience_s * _YIELDS
-        return not yields and not (self.me.held_step < 0 and self._had_members())
+        in_the_dark = self.me.last is None and self._streams.look_up_failure
+        return not yields and not in_the_dark and not (self.me.held_step < 0 and self._had_members())
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._lost_swarm in ("", each.swarm)]
@@ -316,7 +316,9 @@ class SwarmDirectory(Directory):
         return f"a member of run {run!r}{self._unfounded()}"
 
     def _unfounded(self) -> str:
-        """Return a hint for a message if nobody that searches may found the swarm; "" otherwise."""
+        """Return a hint for a message: the look-up failed, or nobody that searches may found the swarm; "": neither."""
+        if failure := self._streams.look_up_failure:
+            return f" ({failure})"
         if any(each.founds for each in (self.me, *self.looking)) or self._had_members():
             return ""
         there = f"{len(self.looking)} more also wait for one" if self.looking else "none is known yet"
@@ -324,6 +326,8 @@ class SwarmDirectory(Directory):
 
     def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"
+        if failure := self._streams.look_up_failure:
+            return f"no member of run {run!r} was found {for_s}: {failure}. Check the addresses given with --join."
         if self._had_members():
             tried = "; ".join(why.values()) or "none of them answers"
             return (

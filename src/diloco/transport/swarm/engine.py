@@ -1,8 +1,8 @@
 """The parts of Hivemind that this package uses, imported on first use: its DHT, and libp2p's identities and daemon.
 
-Hivemind dates records by the clocks of the machines, and refuses peers whose clock is more than 3 s off. This package
-makes the DHT use a network time instead: a peer adopts the time of the peers through which it enters the network, once.
-So no machine's clock has to be right, no peer can change another one's time later, and setting a clock does nothing.
+Hivemind dates records by the clocks of the machines, and refuses peers whose clock is more than 3 s off. Here each
+node keeps a record as long by its own clock, which goes on evenly when somebody sets the machine's. No peer believes
+what another one says the time is, and the clocks of two machines may differ by a day.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +44,6 @@ def load_engine() -> Any:
             import hivemind.utils.timed_storage
             from hivemind.dht import node, protocol, routing
             from hivemind.dht.crypto import RSASignatureValidator
-            from hivemind.dht.node import DHTNode
-            from hivemind.dht.protocol import DHTProtocol
             from hivemind.dht.routing import DHTID
             from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
             from hivemind.p2p import P2P, PeerID
@@ -60,6 +56,8 @@ def load_engine() -> Any:
             from hivemind.proto import crypto_pb2, dht_pb2, p2pd_pb2
             from hivemind.utils.crypto import RSAPrivateKey
             from hivemind.utils.multiaddr import Multiaddr
+
+            from diloco.transport.swarm.dht import TALLY, DHTNode, DHTProtocol, Tally
     except ImportError as error:
         remedy = "Install it with pip install 'diloco[swarm]'."
         if sys.platform == "win32":  # its daemon is built for Linux and macOS
@@ -74,10 +72,11 @@ def load_engine() -> Any:
     if "HIVEMIND_LOGLEVEL" not in os.environ:  # the errors of this package report what matters
         for name in ("hivemind.p2p", "hivemind.dht"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    clock = NetworkClock()
+    clock = SteadyClock()
     for module in (hivemind.utils, hivemind.utils.timed_storage, hivemind.utils.auth, node, protocol, routing):
         module.get_dht_time = clock.now_s
-    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # peers with another time are accepted and adapt
+    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # peers with another time are accepted
+    node.DHTProtocol = DHTProtocol
 
     class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
         """A P2P whose daemon runs in its own session, so that signals such as Ctrl-C do not reach the daemon."""
@@ -90,36 +89,21 @@ def load_engine() -> Any:
         """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""
         return type("P2PInAFolder", (P2PInASession,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
-    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, RSAPrivateKey)
+    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, RSAPrivateKey, Tally)
     functions = (p2p_in, raise_if_failed, read_pbmsg_safe, write_pbmsg)
     validators = (RSASignatureValidator, RecordValidatorBase, CompositeValidator)
     named = {each.__name__: each for each in (*classes, *functions, *validators)}
-    return SimpleNamespace(**named, crypto_pb2=crypto_pb2, dht_pb2=dht_pb2, p2pd_pb2=p2pd_pb2, clock=clock)
+    return SimpleNamespace(**named, crypto_pb2=crypto_pb2, dht_pb2=dht_pb2, p2pd_pb2=p2pd_pb2, clock=clock, TALLY=TALLY)
 
 
-class NetworkClock:
-    """The time that the peers of a network share, in seconds since 1970; it starts from this machine's clock."""
+class SteadyClock:
+    """The time of this machine when the process began, in seconds since 1970, and what has gone by since."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - elapsed_s()
 
     def now_s(self) -> float:
         return elapsed_s() + self._ahead_s
-
-    def enter(self, ahead_s: Sequence[float]) -> None:
-        """Adopt the time of a network.
-
-        Args:
-            ahead_s: how many seconds the clocks of some of its peers are ahead of this one; empty if unknown.
-
-        >>> clock = NetworkClock()
-        >>> before_s = clock.now_s()
-        >>> clock.enter([3600.0, 3600.5, -50.0, math.inf])
-        >>> round(clock.now_s() - before_s)
-        3600
-        """
-        if finite := [each for each in ahead_s if math.isfinite(each)]:
-            self._ahead_s += statistics.median_low(finite)
 
 
 def in_short(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """The identities of peers, and the records that they store in the DHT.
 
 A peer is identified by a key pair, with which it signs its record in the DHT. The record only tells others which peers
-to ask; a peer reports its current state itself when asked. No machine's clock is compared with another's.
+to ask; a peer reports its current state itself when asked. No machine's clock is compared with another's, except that a
+record of another day is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +27,12 @@ from diloco.transport.swarm.engine import load_engine
 from diloco.waiting import described
 
 MAX_RECORD_BYTES = 8192
+RECORD_S = 1800.0
+"""How long a record is kept, after which a peer that has ended is forgotten."""
+
+DAY_S = 86_400.0
+"""By how much the clocks of two machines may differ."""
+
 _MAX_ADDRESSES = 16
 _Name = Annotated[str, Meta(max_length=64)]
 _NO_BYTES = b"\xc4\x00"  # empty bytes in MessagePack
@@ -88,7 +96,7 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
     peer_id: str = ""  # the peer's identity; what it is stored under says it, and not the record itself
-    age_s: float = 0.0  # for how long it has been stored, as the DHT says
+    age_s: float = 0.0  # for how long the finder has known this version of it
 
     def __post_init__(self) -> None:
         if not self.swarm.isprintable():
@@ -134,6 +142,8 @@ def owner_of(subkey: bytes) -> str:
         key = load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
     except Exception as error:  # the parser raises errors of many types
         raise ValueError("the subkey of a record holds no key") from error
+    if subkey != prefix + key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + suffix:  # such as a comment
+        raise ValueError("the subkey of a record holds more than a key")
     return identity_of(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
@@ -143,19 +153,48 @@ def identity_of(key: bytes) -> str:
     return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
 
 
-def make_validator(private_key: Any) -> Any:
-    """Return a validator that signs this peer's records, and accepts only small records signed by their owners."""
+def make_validator(private_key: Any, runs: Mapping[bytes, Admission] | None = None) -> Any:
+    """Return a validator that signs this peer's records, and accepts only small records signed by their owners.
+
+    Args:
+        runs: place in the DHT -> the run whose records it holds. Only who knows the run's secret can store them.
+    """
     engine = load_engine()
 
-    class SmallAndOwned(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # its base has no types
-        """Checks size and owner before the signature is checked."""
+    class OfTheRun(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # its base has no types
+        """Checks size, day and secret, before any key is read and the signature is checked."""
 
-        priority = 20
+        priority = 30
 
         def validate(self, record: Any) -> bool:
             if len(record.value) > MAX_RECORD_BYTES or not record.subkey or len(record.subkey) > MAX_RECORD_BYTES:
                 return False
-            return engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")[0] in record.subkey
+            if not abs(record.expiration_time - RECORD_S - engine.clock.now_s()) <= DAY_S:  # also if it is no number
+                return False
+            admission = (runs or {}).get(record.key)
+            if admission is None:
+                return True
+            packed = engine.RSASignatureValidator.strip_value(engine.RSASignatureValidator, record)
+            try:
+                PeerRecord.from_bytes(_unpacked(record.subkey), _unpacked(packed), admission)
+            except ValueError:
+                return False
+            return True
+
+        def merge_with(self, other: Any) -> bool:
+            return isinstance(other, type(self))
+
+    class Owned(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # as above
+        """Checks that the record is stored under its owner's key and nothing else, so that each owner has one."""
+
+        priority = 20
+
+        def validate(self, record: Any) -> bool:
+            try:
+                owner_of(_unpacked(record.subkey))
+            except ValueError:
+                return False
+            return True
 
         def merge_with(self, other: Any) -> bool:
             return isinstance(other, type(self))
@@ -174,7 +213,7 @@ def make_validator(private_key: Any) -> Any:
         def merge_with(self, other: Any) -> bool:
             return isinstance(other, type(self))
 
-    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), SmallAndOwned(), OfBytes()])
+    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), OfTheRun(), Owned(), OfBytes()])
 
 
 def _is_bytes(packed: bytes) -> bool:
@@ -185,6 +224,14 @@ def _is_bytes(packed: bytes) -> bool:
     """
     size = {0xC4: 1, 0xC5: 2, 0xC6: 4}.get(packed[0] if packed else 0, 0)
     return bool(size) and int.from_bytes(packed[1 : 1 + size], "big") == len(packed) - 1 - size
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Return the bytes in MessagePack; there is one way to pack them."""
+    value: bytes = packed[1 + {0xC4: 1, 0xC5: 2}.get(packed[0] if packed else 0, 4) :]
+    if not _is_bytes(packed) or msgspec.msgpack.encode(value) != packed:
+        raise ValueError("they are no bytes")
+    return value
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import logging
 import os
 import re
 import shutil
@@ -21,16 +21,23 @@ from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.door import answer_knock
 from diloco.transport.swarm.engine import in_short, load_engine
-from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity, make_validator
+from diloco.transport.swarm.identity import (
+    DAY_S,
+    RECORD_S,
+    Admission,
+    Identity,
+    NodePlace,
+    PeerRecord,
+    load_identity,
+    make_validator,
+)
 from diloco.transport.tcp.doctor import obstacle
-from diloco.waiting import waiting_for
+from diloco.waiting import elapsed_s, waiting_for
 
 MEMBERS, DOOR = "diloco/2", "diloco/door/1"
 """Protocols of streams: between the peers of a run, and for whoever asks at the door."""
 
-_RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
 _PING_S = 3.0
-_MOST_RECORDS = 4096  # the most records of a run that are examined
 _GONE_S = 0.2  # how long a daemon that failed to start takes to end
 _ENDING_S = 2.0  # how long the DHT, the daemon, and tasks may take to end
 _ANSWER_S = 60.0  # longer than libp2p takes to notice that a peer does not answer
@@ -45,6 +52,10 @@ Handler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Await
 """Handles an incoming stream; the arguments are the identity of the peer, its host ("" if unknown), and the stream."""
 
 
+class LookUpError(TransportError):
+    """No node answers, so nothing is known about who is there."""
+
+
 class Node:
     """A running peer, created by `start`."""
 
@@ -54,6 +65,8 @@ class Node:
         self._p2p = p2p  # Hivemind's object for the daemon that it has started
         self._folder = folder  # of the daemon's sockets, over which anyone could act as this peer
         self._dht: Any = None
+        self._runs: dict[bytes, Admission] = {}  # place in the DHT -> the run whose records it holds
+        self._versions: dict[str, tuple[float, float]] = {}  # peer -> its last record, and since when it is known
         # under which only this peer can store records
         self._subkey: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
         self._server: asyncio.Server | None = None
@@ -108,20 +121,23 @@ class Node:
             ) from error
         node = cls(identity, place, p2p, folder)
         try:
-            engine.clock.enter(await _clocks_ahead_s(p2p, [peer_of(address) for address in entrance]))
+            _check_clocks(entrance, await _clocks_ahead_s(p2p, [peer_of(address) for address in entrance]))
             node._dht = await engine.DHTNode.create(
                 p2p=p2p,
                 # Hivemind draws it from `random`, which programs of one run often seed alike
                 node_id=engine.DHTID.generate(source=str(p2p.peer_id).encode()),
                 initial_peers=entrance or None,
                 client_mode=not place.listen,
-                cache_size=10_000,
-                record_validator=make_validator(identity.private_key),
+                cache_locally=False,
+                cache_nearest=0,
+                reuse_get_requests=False,
+                record_validator=make_validator(identity.private_key, node._runs),
             )
         except BaseException as error:
             await node.close()
-            if not isinstance(error, Exception):  # Hivemind raises plain RuntimeErrors and errors of libp2p
+            if not isinstance(error, Exception) or isinstance(error, TransportError):
                 raise
+            # Hivemind raises plain RuntimeErrors and errors of libp2p
             raise RendezvousError(await _no_entrance(entrance, in_short(error))) from error
         return node
 
@@ -189,20 +205,41 @@ class Node:
         await self._ask_once(self._request("STREAM_HANDLER", streamHandler=asked))
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
-        expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
+        expires_s, data = load_engine().clock.now_s() + RECORD_S, record.to_bytes(self._subkey, admission)
+        self._keep_only_records_of(admission)
         await self._dht.store(admission.dht_key, data, expires_s, subkey=self._subkey)
 
     async def find(self, admission: Admission) -> list[PeerRecord]:
-        """Return the records of the other peers of a run, whose authors know the run's secret."""
-        answer = await self._dht.get(admission.dht_key, latest=True)
-        stored = answer.value if answer and isinstance(answer.value, dict) else {}
-        records, stored_until_s = list[PeerRecord](), load_engine().clock.now_s() + _RECORD_S
-        for subkey, entry in itertools.islice(stored.items(), _MOST_RECORDS):
-            if isinstance(subkey, bytes) and isinstance(entry.value, bytes):
-                with contextlib.suppress(ValueError):
-                    record = PeerRecord.from_bytes(subkey, entry.value, admission)
-                    records.append(replace(record, age_s=stored_until_s - entry.expiration_time))
+        """Return the records of the other peers of a run, whose authors know the run's secret.
+
+        Raises:
+            LookUpError: no other node answers, although this peer was told of some.
+        """
+        engine, now_s = load_engine(), elapsed_s()
+        self._keep_only_records_of(admission)
+        token = engine.TALLY.set(tally := engine.Tally())
+        try:
+            answer = await self._dht.get(admission.dht_key, latest=True)
+        finally:
+            engine.TALLY.reset(token)
+        if self._place.join and self._place.insists and not tally.answered:
+            words = "no node of the network answers" if tally.asked else "no node of the network is known"
+            raise LookUpError(f"{words}, so it is not known who takes part in run {admission.run!r}")
+        records, versions = list[PeerRecord](), dict[str, tuple[float, float]]()
+        for subkey, entry in (answer.value if answer else {}).items():
+            try:
+                record = PeerRecord.from_bytes(subkey, entry.value, admission)
+            except ValueError:  # stored here before this peer knew the run
+                continue
+            version, since_s = self._versions.get(record.peer_id, (0.0, now_s))
+            versions[record.peer_id] = entry.expiration_time, since_s if version == entry.expiration_time else now_s
+            records.append(replace(record, age_s=now_s - versions[record.peer_id][1]))
+        self._versions = versions
         return sorted((each for each in records if each.peer_id != self.peer_id), key=lambda each: each.peer_id)
+
+    def _keep_only_records_of(self, admission: Admission) -> None:
+        """From now on, take records at a run's place in the DHT only from those who know its secret."""
+        self._runs[load_engine().DHTID.generate(source=admission.dht_key).to_bytes()] = admission
 
     async def close(self) -> None:
         """Leave the network and end the daemon with all of its streams, even if it no longer answers."""
@@ -288,8 +325,8 @@ async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str,
         await node.close()
 
 
-async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
-    """Return how many seconds the clocks of the peers that answer are ahead of this one, to half a round trip."""
+async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float | None]:
+    """Return how many seconds the clock of each peer is ahead of this one; None if it does not answer."""
     engine = load_engine()
     client = await engine.DHTProtocol.create(
         p2p,
@@ -309,7 +346,23 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
         return ahead_s
 
     found = await asyncio.gather(*map(ask, peers), return_exceptions=True)
-    return [each for each in found if isinstance(each, float)]
+    return [each if isinstance(each, float) else None for each in found]
+
+
+def _check_clocks(addresses: Sequence[str], ahead_s: Sequence[float | None]) -> None:
+    """Refuse entrances whose clock differs by more than a day: records of a network with that time are not taken here.
+
+    Raises:
+        TransportError: that of all that tell their time does.
+    """
+    told = [(address, each) for address, each in zip(addresses, ahead_s, strict=True) if each is not None]
+    wrong = [address for address, each in told if not abs(each) <= DAY_S]
+    if not wrong:
+        return
+    words = f"the clock of {', '.join(wrong)} differs from this machine's by more than a day"
+    if len(wrong) == len(told):
+        raise TransportError(f"{words}. Set the clock that is wrong, or give another address with --join.")
+    logging.getLogger(__name__).warning("%s. That of other peers does not.", words)
 
 
 async def _no_entrance(addresses: Sequence[str], why: str) -> str:

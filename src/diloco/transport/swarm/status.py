@@ -214,7 +214,10 @@ class StatusClient:
         seen = await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
         seen = await few_at_once(self._visited, seen)
         relays = {*map(peer_of, self._streams.relays())}
-        return [each for each in seen if each.peer_id not in relays]
+        reports = [each for each in seen if each.peer_id not in relays]
+        if self._streams.look_up_failure and not reports:
+            raise TransportError(f"{self._streams.look_up_failure}. Check the addresses given with --join.")
+        return reports
 
     async def eject(self, peer: str, founder: Identity, file: Path) -> None:
         """Have the members eject a peer, and use a new secret from now on, which is written to ``file``.

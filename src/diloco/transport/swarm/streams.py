@@ -36,7 +36,7 @@ from diloco.transport.swarm.identity import (
     number_of,
     same_port,
 )
-from diloco.transport.swarm.node import DOOR, MEMBERS, Node, peer_of
+from diloco.transport.swarm.node import DOOR, MEMBERS, LookUpError, Node, peer_of
 
 _HANDSHAKE_S = 10.0
 _MOST_KNOCKS, _KNOCKS_S = 64, 16.0  # at the door, of one peer in this time
@@ -73,6 +73,7 @@ class PeerStreams(TcpStreams):
         self.place = place
         self.port = 0  # at which this peer accepts connections over TCP; 0: none
         self._known: dict[str, tuple[str, ...]] = {}
+        self.look_up_failure = ""  # why the last look-up in the DHT has failed; "": it has not
         self._relays: set[str] = set()  # peers of ``place.join`` that train nothing
         # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
         self._over_libp2p: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, str]] = WeakKeyDictionary()
@@ -152,7 +153,11 @@ class PeerStreams(TcpStreams):
 
         Relays are left out.
         """
-        records = {each.peer_id: each for each in await self.node.find(self.admission)}
+        try:
+            records = {each.peer_id: each for each in await self.node.find(self.admission)}
+            self.look_up_failure = ""
+        except LookUpError as error:
+            records, self.look_up_failure = {}, str(error)
         for peer_id, addresses in self.given.items():
             if peer_id not in self._relays:
                 unheard = PeerRecord(number_of(peer_id), addresses=addresses, peer_id=peer_id, age_s=math.inf)
