@@ -331,6 +331,7 @@ def swarm(keys: Path) -> Iterator[Make]:
         held_step: int = -1,
         start: int = 1,
         join_window_s: float = 0.5,
+        founds: bool = False,
     ) -> Fleet:
         addresses = tuple(address for each in known for address in each.directory.listens_at())
         place = SwarmPlace(
@@ -339,6 +340,7 @@ def swarm(keys: Path) -> Iterator[Make]:
             node=NodePlace(join=addresses, listen=LOOPBACK, map_ports=False),
             replica=number,
             name="anna-pc",
+            founds=founds,
             join_window_s=join_window_s,
         )
         rules = Rules(**SWARM | {"rendezvous_timeout_s": 15.0, "together": False})
@@ -355,7 +357,7 @@ def swarm(keys: Path) -> Iterator[Make]:
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make) -> None:
     """This includes a replica that rejoins. One that can resume from a checkpoint founds its own swarm."""
     standing = swarm(9, run="another")  # keeps the entries of the DHT alive
-    first = swarm(0, standing)
+    first = swarm(0, standing, founds=True)
     first.close_to_joiners("")
     second = swarm(1, standing, first)
     second.join(LIMIT_S)
@@ -367,7 +369,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make)
         second.rejoin(LIMIT_S)
     with pytest.raises(RunFinishedError):
         swarm(2, standing)
-    assert not swarm(3, standing, held_step=5).joining
+    assert not swarm(3, standing, held_step=5, founds=True).joining
 
 
 def find_again(fleet: Fleet) -> None:

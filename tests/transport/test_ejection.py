@@ -79,7 +79,7 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     with pytest.raises(EjectedError, match=said):
         swarms.peer(2, [peers[0]], secret=old, **quick)
     swarms.key(2).with_suffix(".order").unlink()
-    with pytest.raises(RendezvousError, match=r"rejected this peer: .* was ejected"):
+    with pytest.raises(RendezvousError, match="or the founder has ejected it"):
         swarms.peer(2, [peers[0]], secret=new, **quick)
     for transport in peers[:2]:
         assert (last_order(transport).ejected, last_order(transport).secret) == ((ids[2],), new)

@@ -107,11 +107,12 @@ class SwarmDirectory(Directory):
         """
         given = self._streams.given
         answered = {str(place) for place, each in answers.items() if not _is_unanswered(each)}
+        leads_on = self.me.founds or any(math.isfinite(each.age_s) for each in self._records)
         objections = []
         for peer_id in given.keys() - answered:
             with contextlib.suppress(OSError, EOFError, TransportError):
                 visit = await self._streams.visit(peer_id)
-                if visit.objection and not (self.me.founds and not visit.same_run):
+                if visit.objection and (visit.same_run or not leads_on):
                     objections.append(f"the peer at {given[peer_id][0]} answers, but {visit.objection}.")
         if objections and not answered and self.me.last is None:
             raise RendezvousError(" ".join(sorted(objections)))
