@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ SIZE = "--parameters 7B --fragments 4"
 
 def output_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    assert main(["plan", *arguments.split()]) == 0, capsys.readouterr().err
+    assert main(["plan", *shlex.split(arguments)]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
@@ -36,10 +37,17 @@ def test_a_cost_beyond_all_numbers_is_json(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = output_of(f"--preset 1b --replicas 4 {LINK} --device cpu", capsys)
-    facts, fragments, others, note = words.split("\n\n")
+    decision, facts, fragments, bandwidths, others, note = words.split("\n\n")
+    assert decision.startswith("Take --overlap-steps 5: 95% of the time goes into training, and each replica sends ")
     named = dict(line.split("  ", 1) for line in facts.splitlines())
-    assert named["settings"].strip() == "streaming, H = 125, P = 9, tau = 1, fp4"
-    assert "at p90 round time" in named["utilisation"]
+    assert named["settings"].strip() == "1b: streaming, H = 125, P = 9, tau = 1, fp4"
+    assert "at p90 round time" in named["of rounds"]
+    assert [row.split("  ")[0] for row in bandwidths.splitlines()] == [
+        "utilisation over bandwidth",
+        "H = 125, P = 9, tau = 1, fp4",
+        "H = 125, P = 9, tau = 5, fp4",
+        "data-parallel, float32",
+    ]
     assert [row.split("  ")[0] for row in fragments.splitlines()] == ["fragment", "0", "1 to 6", "7 to 8"]
     assert "H = 125, fp4 (as above)" in others
     assert others.splitlines()[-1].startswith("data-parallel, float32")
@@ -53,11 +61,65 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
     own, start = plan["prediction"], plan["data_parallel"]
     assert plan["hours"] == pytest.approx((990 * own["step_s"] + 10 * start["step_s"]) / 3600)
     sent = 990 * own["mean_sent_bytes_per_step"] + 10 * start["mean_sent_bytes_per_step"]
-    assert plan["sent_bytes_per_replica"] == pytest.approx(sent)
+    run = plan["run"]
+    assert run["sent_bytes"] == pytest.approx(sent)
+    assert run["start_s"] == pytest.approx(10 * start["step_s"])
+    computed_s = 990 * own["step_s"] * own["compute_utilization"] + run["start_s"] * start["compute_utilization"]
+    assert run["compute_utilization"] == pytest.approx(computed_s / run["wall_s"])
     assert plan["cost"] == pytest.approx(4 * (10 * plan["hours"] + 0.5 * sent / 1e9))
     assert main(["plan", *f"--preset 1b --replicas 4 {LINK} --steps 1000 {prices}".split()]) == 0
     assert re.search(r"cost +[\d,]+\.\d\d, [\d,]+\.\d\d of it for sending", capsys.readouterr().out)
     assert all(row["inner_steps"] <= 990 for row in plan["table"])
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("--bandwidth 1Gbit --data-parallel-steps 0", "Your link is good enough for these settings: 100% of the time"),
+        ("--bandwidth 20Mbit --data-parallel-steps 200", "Take --data-parallel-steps 0: 100% of the time goes into"),
+        ("--bandwidth 20Mbit --data-parallel-steps 200", "the shared start of 200 steps alone takes "),
+        ("--bandwidth 100kbit --data-parallel-steps 0", "This link is too slow for this model: at best "),
+        ("--bandwidth 100kbit --data-parallel-steps 0", "These settings need about "),
+        ("--bandwidth 30Mbit --algorithm data-parallel", "Take --algorithm diloco --inner-steps "),
+    ],
+)
+def test_the_first_line_says_what_to_do(link: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = f"--preset tiny --replicas 2 --round-trip 40ms --step-time 250ms --device cpu {link}"
+    assert words in output_of(plan, capsys).splitlines()[0]
+
+
+def test_a_model_by_its_size_and_gpus_has_the_settings_of_the_nearest_preset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = read("--parameters 1B --gpus '8 H100' --mfu 0.5 --bandwidth 1Gbit --round-trip 60ms", capsys)
+    assert plan["preset"] == "1b"
+    assert plan["site"]["step_time_s"] == [pytest.approx(6e9 * 2048 * 1024 / (0.5 * 8 * 989e12))] * 4
+    assert plan["site"]["links"] == [{"bandwidth_bits_per_s": 1e9, "latency_s": 0.03}] * 4
+    assert not plan["work_is_known"], "of GPUs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--gpus '8 Z100'", "--gpus '8 Z100' is not a number and a name of B200, "),
+        ("--gpus 'many H100'", "is not a number and a name of"),
+        ("--gpus H100 --step-time 1s", "both say how long an inner step takes"),
+        ("--step-time 1s --latency 3ms --round-trip 6ms", "the latency is half of the round trip"),
+        ("", "one for all 2 replicas or one for each, such as 250ms, or --gpus '8 H100'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *shlex.split(f"--parameters 1B --replicas 2 --bandwidth 1Gbit {arguments}")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_utilisation_over_bandwidth_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--preset tiny --replicas 2 {LINK} --plot {tmp_path / 'plan.svg'}"
+    shares = read(arguments, capsys)["curves"]["compute_utilization"]
+    assert all(row == sorted(row) for row in shares.values()), "more bandwidth never costs time"
+    assert "Mbit/s" in (tmp_path / "plan.svg").read_text()
+    assert main(["plan", *arguments.split(), "--plot", str(tmp_path / "plan.xyz")]) == 2
+    assert "Name a file such as plan.svg" in capsys.readouterr().err
 
 
 def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +185,9 @@ def test_the_memory_is_what_a_replica_keeps(
 def test_a_slow_uplink_moves_what_is_sent_to_others_and_adds_nothing_to_its_price(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    same = "--congestion-control bbr --step-time 1s --price-per-gb 1 --sync.arguments.average.codec float32 --json"
+    same = (
+        "--replicas 4 --congestion-control bbr --step-time 1s --price-per-gb 1 --sync.arguments.average.codec float32"
+    )
     alike, apart = (
         read(f"{SIZE} --algorithm diloco --fragments 1 --bandwidth {rates} {same}", capsys)
         for rates in ("1Gbit", "1Gbit 1Gbit 1Gbit 20Mbit")

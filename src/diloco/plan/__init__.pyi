@@ -1,3 +1,9 @@
+from .decision import ENOUGH as ENOUGH
+from .decision import Decision as Decision
+from .decision import RunCost as RunCost
+from .decision import curve as curve
+from .decision import decide as decide
+from .decision import run_cost as run_cost
 from .prediction import Prediction as Prediction
 from .prediction import predict as predict
 from .prediction import table as table

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco.algorithm import make_codec
-from diloco.plan.simulate import IDEAL, Conditions, Exchange, Parcel, Simulated, Site, simulate
+from diloco.plan.simulate import IDEAL, Exchange, Parcel, Simulated, Site, simulate
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
 CODECS = ("float32", "bfloat16", "int8", "fp4", "sign")
@@ -45,16 +45,9 @@ class Prediction:
 def predict(exchange: Exchange, site: Site) -> Prediction:
     """Simulate a cycle of H steps under the conditions of ``site``, under those at p90, and without overheads."""
     schedule = exchange.schedule
-
-    def simulated(conditions: Conditions) -> tuple[tuple[Parcel, ...], Simulated]:
-        place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
-        parcels = exchange.parcels(len(site.links), place.uplinks(schedule.transfer_steps))
-        begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
-        steps = begin + schedule.inner_steps
-        return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
-
-    parcels, typical = simulated(site.conditions)
-    (_, p90), (_, ideal) = simulated(site.conditions.at_p90()), simulated(IDEAL)
+    parcels, typical = _simulated(exchange, site)
+    _, p90 = _simulated(exchange, replace(site, conditions=site.conditions.at_p90()))
+    _, ideal = _simulated(exchange, replace(site, conditions=IDEAL))
     rounds, slow = ({each.fragment: each for each in run.merged} for run in (typical, p90))
     return Prediction(
         inner_steps=schedule.inner_steps,
@@ -82,6 +75,20 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
             for fragment, parcel in enumerate(parcels)
         ),
     )
+
+
+def utilization(exchange: Exchange, site: Site) -> float:
+    """Return the compute utilisation alone, typical, in a third of the time."""
+    return _simulated(exchange, site)[1].compute_utilization
+
+
+def _simulated(exchange: Exchange, site: Site) -> tuple[tuple[Parcel, ...], Simulated]:
+    schedule, conditions = exchange.schedule, site.conditions
+    place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
+    parcels = exchange.parcels(len(site.links), place.uplinks(schedule.transfer_steps))
+    begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
+    steps = begin + schedule.inner_steps
+    return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
 
 
 def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple[Prediction, ...]:
