@@ -31,10 +31,6 @@ def read(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(output_of(f"{arguments} --json", capsys), parse_constant=pytest.fail)  # NaN is no JSON
 
 
-def test_a_cost_beyond_all_numbers_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert read(f"{SIZE} {LINK} --price-per-hour 1e308", capsys)["cost"] == "Infinity"
-
-
 def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = output_of(f"--preset 1b --replicas 4 {LINK} --device cpu", capsys)
     decision, facts, fragments, bandwidths, others, note = words.split("\n\n")

@@ -1,6 +1,5 @@
 from .decision import ENOUGH as ENOUGH
 from .decision import Decision as Decision
-from .decision import RunCost as RunCost
 from .decision import curve as curve
 from .decision import decide as decide
 from .decision import run_cost as run_cost
