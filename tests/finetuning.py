@@ -31,7 +31,9 @@ def write_base(
     write_tokenizer(place, template=template, marked=marked)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config_of(name, max_position_embeddings=256, **changes)).save_pretrained(place)
+        AutoModelForCausalLM.from_config(
+            config_of(name, **{"max_position_embeddings": 256, **changes})
+        ).save_pretrained(place)
     return place
 
 

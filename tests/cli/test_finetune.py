@@ -8,6 +8,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
-from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, to_toml, typed_values
+from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, read_record, to_toml, typed_values
+from diloco.data import ChatTokenizer
 from diloco.model import ModelSettings, base_card
 from diloco.trained import load_trained
 from tests.cli.runs import describe, full_disk
@@ -73,6 +75,40 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
         assert len(told) < 190
         joining = planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), capsys)
         assert flatten(joining) | own == flatten(began) | own
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 60])
+def test_a_few_conversations_and_a_model_of_few_positions_are_enough_and_each_is_tokenised_once(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_base(tmp_path / "base", max_position_embeddings=48)
+    data = write_records(tmp_path / "data.jsonl", [asked(f"{n}?", "a" * (n % 7 + 1)) for n in range(number)])
+    tokenised: list[object] = []
+    conversation = ChatTokenizer.conversation
+
+    def counted(*args: Any, **more: Any) -> Any:
+        if str(args[1][0]["content"]).endswith("?"):  # not one that looks at the template
+            tokenised.append(args)
+        return conversation(*args, **more)
+
+    monkeypatch.setattr(ChatTokenizer, "conversation", counted)
+    words = f"finetune {base} --data {data} --out {tmp_path / 'run'} --device cpu --epochs 1 --monitor.console plain"
+    told = output_of(capsys, *words.split())
+    assert len(tokenised) == number
+    assert read_record(tmp_path / "run" / CONFIG_FILE).train.sequence_length == 48
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    if number == 1:
+        assert "held out    nothing, because there is too little; the loss is not evaluated" in told
+        assert summary["heldout_loss"] is None
+        assert main(["evaluate", str(tmp_path / "run")]) == 1
+        assert "too little to hold some of it out" in capsys.readouterr().err
+        return
+    assert f"held out    {'2 conversations' if number == 60 else '1 conversation'}, " in told
+    evaluated = json.loads(output_of(capsys, "evaluate", tmp_path / "run", "--json"))
+    assert evaluated["heldout_loss"] == pytest.approx(summary["heldout_loss"], abs=1e-6)
+    assert len(tokenised) <= 2 * number + 2
+    told = output_of(capsys, "evaluate", tmp_path / "run", "--data", data)
+    assert f"{sum(n % 7 + 2 for n in range(number)):,}" in told, "every answer and its end"
 
 
 def test_a_conversation_line_by_line(

@@ -9,6 +9,7 @@ import pytest
 from diloco.config import command_text, compose, flatten, join_command, parse_arguments, plan_run, resume_command
 from diloco.errors import ConfigurationError
 from tests.command_lines import load_configuration
+from tests.huggingface import write_config
 
 PEER = "--out x --device cpu --secret-file s \
     --join /ip4/1/p2p/Qm --network.listen 0.0.0.0:7-8 --network.announce h:7 --monitor.console quiet \
@@ -128,3 +129,51 @@ def test_a_setting_is_taken_out_by_none_as_in_a_file(value: str) -> None:
         "optimizer.clip_norm": None,
     }
     assert parse_arguments(["--run", "none"]).values == {"network.run": "none"}
+
+
+SHORT: dict[str, dict[str, object]] = {
+    "Llama": {"max_position_embeddings": 40},
+    "GPT-2": {"n_positions": 40},
+    "Qwen3": {"max_position_embeddings": 40, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("preset", ["tiny", "finetune --data a.jsonl"])
+def test_the_default_length_is_at_most_that_of_the_model(name: str, preset: str, tmp_path: Path) -> None:
+    words = ["--preset", *preset.split(), "--model", f"hf:{write_config(tmp_path, name, **SHORT[name])}"]
+    assert plan_run(parse_arguments(words)).configuration.train.sequence_length == 40
+    assert plan_run(parse_arguments([*words, "--sequence-length", "30"])).configuration.train.sequence_length == 30
+    for asked in (["--sequence-length", "41"], [str(write_file(tmp_path, "[train]\nsequence_length = 41\n"))]):
+        with pytest.raises(ConfigurationError, match="sequence_length=41 exceeds the 40 tokens"):
+            plan_run(parse_arguments([*asked, *words]))
+
+
+def write_file(folder: Path, text: str) -> Path:
+    (folder / "run.toml").write_text(text)
+    return folder / "run.toml"
+
+
+def test_the_default_length_is_that_of_the_preset_if_the_model_allows_it(tmp_path: Path) -> None:
+    for longest, expected in ((64, 64), (4096, 128)):
+        words = ["--model.arguments.max-sequence-length", str(longest)]
+        assert plan_run(parse_arguments(words)).configuration.train.sequence_length == expected
+        words = ["--model", f"hf:{write_config(tmp_path, 'Llama', max_position_embeddings=longest)}"]
+        assert plan_run(parse_arguments(words)).configuration.train.sequence_length == expected
+    (tmp_path / "mine.py").write_text("""
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.max_sequence_length, self.vocab_size = 33, vocab_size
+        self.embedding, self.head = nn.Embedding(vocab_size, 4), nn.Linear(4, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+def build(vocab_size):
+    return Mine(vocab_size)
+""")
+    words = ["--model", f"{tmp_path / 'mine.py'}:build", "--fragments", "1"]
+    assert plan_run(parse_arguments(words)).configuration.train.sequence_length == 33

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,17 @@ def test_replicas_share_out_one_shuffle_after_the_other(shape: tuple[int, int, i
         order = permute(np.arange(windows), windows, f"seed {seed}, epoch {epoch}").tolist()
         for place, batch in enumerate(drawn[first : first + per_epoch]):
             assert batch == order[place * batch_size : (place + 1) * batch_size]
+
+
+def test_fewer_windows_than_a_batch_are_drawn_several_times(caplog: pytest.LogCaptureFixture) -> None:
+    drawing: Any = {"sequence_length": 3, "batch_size": 4, "num_replicas": 2, "seed": 0}
+    members = [Sampler(tokens_for(3), replica=replica, **drawing) for replica in range(2)]
+    drawn = [windows_of(sampler.next_batch()) for sampler in members]
+    assert sorted(Counter([*drawn[0], *drawn[1]]).values()) == [2, 3, 3]
+    assert members[0].epochs == pytest.approx(3)
+    assert "only 3 training sequences of 3 tokens, and one batch for each replica has 8" in caplog.text
+    with pytest.raises(DataError, match="3 training tokens are fewer than one sequence of 3 needs, that is 4"):
+        Sampler(PackedTokens([np.arange(3)]), replica=0, **drawing)
 
 
 def test_assignments_hold_from_their_step_on_also_in_a_resumed_run() -> None:

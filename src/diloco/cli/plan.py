@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from diloco.algorithm import SyncSettings, make_codec
-from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
+from diloco.config import Configuration, compose_for_model, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.devices import PEAKS, known_peak_flops_per_s
 from diloco.errors import ConfigurationError, from_extra
 from diloco.events import to_json
@@ -104,7 +104,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     of_run = {name: value for name, value in line.values.items() if name not in OWN}
     defaults = {} if options.parameters is None else {"preset": _nearest_preset(options.parameters)}
-    asked = compose(replace(line, values=of_run, defaults=defaults))
+    asked = compose_for_model(replace(line, values=of_run, defaults=defaults))
     settings, model, sizes = _model(options, asked)
     if line.print_config:
         print(to_toml(settings))

@@ -27,9 +27,11 @@ from diloco.config import (
     CommandLine,
     Configuration,
     RunPlan,
+    asked_values,
     check_fetched,
     chosen_places,
     compose,
+    compose_for_model,
     flatten,
     join_command,
     keys_of,
@@ -38,7 +40,6 @@ from diloco.config import (
     plan_run,
     preset_values,
     read_record,
-    read_toml,
     resume_command,
 )
 from diloco.errors import ConfigurationError, NoCheckpointError
@@ -47,6 +48,7 @@ from diloco.train import LAUNCHED, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
+    from diloco.data import Corpus
     from diloco.train import Fleet
 
 
@@ -115,7 +117,7 @@ def with_torchrun(line: CommandLine) -> CommandLine:
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
-    asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
+    asked = asked_values(line)
     transport = "tcp" if {"network.replica", "network.join"} & asked.keys() else "torch"
     if asked.get("network.transport", transport) not in ("torch", "tcp"):
         return line
@@ -195,22 +197,27 @@ def run_finetune(arguments: Sequence[str]) -> int:
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
     line = with_torchrun(dataclasses.replace(line, file=None, values=values))
+    corpus = None
     if "train.steps" not in values:
         from diloco.data import build_corpus
 
-        asked = compose(line)
-        rows = build_corpus(asked.data, length := asked.train.sequence_length).train.num_windows(length)
+        asked = compose_for_model(line)
+        corpus = build_corpus(asked.data, length := asked.train.sequence_length)
+        rows = corpus.train.num_windows(length)
         sequences = asked.train.batch_size * asked.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
         values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
-    return run_line(line, typed)
+    return run_line(line, typed, corpus)
 
 
-def run_line(line: CommandLine, typed: Sequence[str]) -> int:
-    """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
+def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = None) -> int:
+    """Train with the settings of a command line; the processes of other ranks are started as ``typed``.
+
+    ``corpus`` is that of the settings, if it has been read already.
+    """
     log_to_stderr(as_json=line.values.get("monitor.console") == "json")
-    plan = plan_run(line)
+    plan = dataclasses.replace(plan_run(line), corpus=corpus)
     settings = plan.configuration
     log_to_stderr(as_json=settings.monitor.console == "json")
     if line.print_config:
@@ -369,7 +376,13 @@ def _train(
             shift = role.index if role and (role.torchrun or LAUNCHED in os.environ) else 0  # several on this machine
             sinks.sinks["the metrics"] = PrometheusSink(host, port + shift, name)
         summary = run_training(
-            settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
+            settings,
+            folder=folder,
+            sink=sinks,
+            config_toml=plan.record,
+            notes=plan.notes,
+            meet=meet,
+            corpus=plan.corpus,
         )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):

@@ -1,4 +1,5 @@
 from .configuration import Configuration as Configuration
+from .configuration import asked_values as asked_values
 from .configuration import compose as compose
 from .configuration import parse_arguments as parse_arguments
 from .configuration import preset_values as preset_values
@@ -20,6 +21,7 @@ from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
 from .run_plan import check_fetched as check_fetched
 from .run_plan import chosen_places as chosen_places
+from .run_plan import compose_for_model as compose_for_model
 from .run_plan import join_command as join_command
 from .run_plan import plan_run as plan_run
 from .run_plan import read_record as read_record

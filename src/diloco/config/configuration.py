@@ -69,8 +69,7 @@ def compose(line: CommandLine) -> Configuration:
     A model from a source replaces the model of the preset. If the source is a transformers folder with a tokeniser and
     none is given, that tokeniser is used.
     """
-    in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
-    asked = in_file | line.values
+    in_file, asked = values_in_file(line), asked_values(line)
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
     if asked.get("network.transport") == "swarm":
         preset["network.replicas"] = 1  # a swarm begins with its first peer
@@ -83,6 +82,16 @@ def compose(line: CommandLine) -> Configuration:
         if source.kind == "hf" and (place / "tokenizer.json").is_file():
             settings["data.tokenizer"] = str(place)
     return build(Configuration, settings)
+
+
+def values_in_file(line: CommandLine) -> Values:
+    """Return the values of the TOML file of a command line, on top of the line's own defaults."""
+    return line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
+
+
+def asked_values(line: CommandLine) -> Values:
+    """Return the values that a command line asks for, by flags or in its file."""
+    return values_in_file(line) | line.values
 
 
 def layered(values: Values, *layers: Mapping[str, Any]) -> Values:

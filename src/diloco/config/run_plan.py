@@ -3,6 +3,8 @@
 The commands are made from the resolved settings and not from what was typed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import operator
@@ -11,15 +13,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco import __version__
-from diloco.config.configuration import FINETUNE, Configuration, compose, layered, preset_values
+from diloco.config.configuration import FINETUNE, Configuration, asked_values, compose, layered, preset_values
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.train import notes, resolve
+
+if TYPE_CHECKING:
+    from diloco.data import Corpus
 
 CONFIG_FILE = "config.toml"
 
@@ -53,6 +58,7 @@ class RunPlan:
     record: str  # text of ``config.toml``, without the settings of this process and this call
     source: Path | None  # run folder to resume from; None for a new run
     notes: Sequence[str]  # sentences for the user
+    corpus: Corpus | None = None  # what its settings name, if it has been read already
 
 
 def plan_run(line: CommandLine) -> RunPlan:
@@ -60,7 +66,7 @@ def plan_run(line: CommandLine) -> RunPlan:
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
         return _plan_resumed(line, Path(resume))
-    asked = _with_absolute_paths(compose(line))
+    asked = _with_absolute_paths(compose_for_model(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
             f"checkpoint.resume={asked.checkpoint.resume!r} cannot be set in {line.file}: a resumed run takes its "
@@ -70,15 +76,29 @@ def plan_run(line: CommandLine) -> RunPlan:
     return RunPlan(configuration=resolved, record=_record(resolved), source=None, notes=notes(resolved))
 
 
-def _resolved(asked: Configuration) -> Configuration:
+def compose_for_model(line: CommandLine) -> Configuration:
+    """Return what `compose` does, with the longest sequence of the model where the default would be longer."""
+    asked = compose(line)
+    if "train.sequence_length" in asked_values(line):
+        return asked
+    _, longest = _layers_and_length(asked)
+    length = min(asked.train.sequence_length, longest)
+    return dataclasses.replace(asked, train=dataclasses.replace(asked.train, sequence_length=length))
+
+
+def _layers_and_length(asked: Configuration) -> tuple[int, int]:
+    """Return the number of layers and the longest sequence of the model."""
     if asked.model.source is None:
         model = asked.model.decoder
-        layers, longest = model.layers, model.max_sequence_length
-    else:
-        from diloco.train import outline
+        return model.layers, model.max_sequence_length
+    from diloco.train import outline
 
-        built = outline(asked, 1024)  # without parameters; layers and positions don't depend on the vocabulary
-        layers, longest = built.num_layers, built.max_sequence_length
+    built = outline(asked, 1024)  # without parameters; layers and positions don't depend on the vocabulary
+    return built.num_layers, built.max_sequence_length
+
+
+def _resolved(asked: Configuration) -> Configuration:
+    layers, longest = _layers_and_length(asked)
     resolved = resolve(asked, num_layers=layers, max_sequence_length=longest)
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_components
@@ -254,7 +274,7 @@ def join_command(configuration: Configuration, folder: Path) -> str:
         values["train.steps"] = goal["train.steps"]
     with contextlib.suppress(ConfigurationError):  # such as a list that is empty
         for _ in range(3):  # what was set may change what follows
-            settings = flatten(_resolved(_with_absolute_paths(compose(CommandLine(values=values)))))
+            settings = flatten(_resolved(_with_absolute_paths(compose_for_model(CommandLine(values=values)))))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
             if not other:
                 text = command_text("train", flags=_flags(values))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.data.chat import PackedRows
+from diloco.data.source import warn_once
 from diloco.data.tokens import PackedTokens
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from diloco.units import diff
@@ -336,10 +337,10 @@ class Sampler(Batches):
     In each epoch all windows are permuted anew, the same way for every replica. The epochs form one stream of positions
     that the replicas share (`Assignment`): M replicas with batches of B see together, step by step, what one replica
     with batches of M * B sees in its first epoch. An epoch consists of whole batches; the windows left out of it are
-    others in the next one.
+    others in the next one. If there are fewer than one batch for each replica needs, they count several times.
 
     Raises:
-        DataError: there are too few tokens for one batch for each replica.
+        DataError: there are too few tokens for one sequence.
 
     >>> tokens = PackedTokens([np.arange(13)])
     >>> sampler = Sampler(tokens, sequence_length=3, batch_size=2, replica=0, num_replicas=2, seed=0)
@@ -351,14 +352,21 @@ class Sampler(Batches):
     def __init__(self, tokens: PackedTokens | PackedRows, **drawing: Unpack[Drawing]) -> None:
         super().__init__({"data": tokens.digest, "tokens": len(tokens)}, drawing)
         members, length = range(self._num_replicas or 0), self._length
-        self._tokens, self._num_windows = tokens, tokens.num_windows(length)
-        needed = self._batch_size * max(1, len(members))
-        if self._num_windows < needed:
+        self._tokens, self._distinct = tokens, tokens.num_windows(length)
+        if not self._distinct:
             raise DataError(
-                f"{len(tokens)} training tokens make {self._num_windows} sequences of {length}, but one batch of "
-                f"{self._batch_size} for each replica needs {needed}, that is {needed * length + 1} tokens. Use more "
-                "text, fewer replicas, smaller batches or shorter sequences."
+                f"{len(tokens)} training tokens are fewer than one sequence of {length} needs, that is {length + 1}. "
+                "Use more text or shorter sequences."
             )
+        needed = self._batch_size * max(1, len(members))
+        repeats = -(-needed // self._distinct)
+        if repeats > 1:
+            warn_once(
+                f"There are only {self._distinct:,} training sequences of {length} tokens, and one batch for each "
+                f"replica has {needed:,}, so a step draws some of them several times. Use more text, smaller batches "
+                "or shorter sequences."
+            )
+        self._num_windows = self._distinct * repeats  # the same ones, several times
         self._drawn = 0
         # in the order of their first steps; the first is in force
         self._assignments = [Assignment(0, tuple(members), 0)] if members else []
@@ -368,14 +376,15 @@ class Sampler(Batches):
         if self._assigned is None:
             return 0.0
         position = int(self._assigned.positions(self._replica, self._drawn, self._batch_size)[0])
-        return position / (self._num_windows // self._batch_size * self._batch_size)
+        repeats = self._num_windows // self._distinct
+        return position * repeats / (self._num_windows // self._batch_size * self._batch_size)
 
     def next_batch(self) -> Batch:
         if self._assigned is None:
             raise ConfigurationError(f"Replica {self._replica} has no assignment for step {self._drawn}.")
         positions = self._assigned.positions(self._replica, self._drawn, self._batch_size)
         windows = windows_at(positions, self._num_windows, self._batch_size, self._seed)
-        batch = _gather(self._tokens, windows, self._length)
+        batch = _gather(self._tokens, windows % self._distinct, self._length)
         self._advance()
         return batch
 

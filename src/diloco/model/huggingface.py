@@ -63,6 +63,9 @@ IMPLEMENTATIONS = {
 """The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # the name of a model there
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+"""Names of the number of positions in configurations, the usual one first."""
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 
@@ -91,7 +94,7 @@ class HuggingFaceModel(LanguageModel):
         self.tuner: tuple[LoraModel, ...] = ()  # peft's, if it has adapters; in a tuple, so that it is no submodule
         config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
         self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
-        self.max_sequence_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
+        self.max_sequence_length = _longest_sequence(config)
         self.num_layers = self.count_layers()
         accepted = inspect.signature(wrapped.forward).parameters
         self._caches = "past_key_values" in accepted
@@ -266,6 +269,12 @@ def build_huggingface(
     if settings.quantization is None or on_meta:
         wrapped = wrapped.float()
     return HuggingFaceModel(wrapped, settings, base=base)
+
+
+def _longest_sequence(config: PretrainedConfig) -> int:
+    """Return the number of positions that a configuration names, also for the text of a model of several media."""
+    numbers = (getattr(config.get_text_config(), name, None) for name in _POSITIONS)
+    return next((number for number in numbers if isinstance(number, int) and number > 0), UNLIMITED)
 
 
 def base_digest(settings: ModelSettings) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
-from diloco.data import build_corpus
+from diloco.data import Corpus, build_corpus
 from diloco.devices import choose_threads, release_memory, usable_cores, use_device
 from diloco.errors import CheckpointError, DiLoCoError, TransportError
 from diloco.events import (
@@ -58,6 +58,7 @@ def run_training(
     config_toml: str,
     notes: Sequence[str] = (),
     meet: Meet | None = None,
+    corpus: Corpus | None = None,
 ) -> Mapping[str, Any]:
     """Train according to ``settings`` and write all results to ``folder``, which is created if missing.
 
@@ -65,13 +66,14 @@ def run_training(
         config_toml: the settings as text, written to ``config.toml`` once all replicas accept them.
         notes: sentences for the sink at the start.
         meet: connects to the processes of the other replicas. None: all replicas train in this process.
+        corpus: what ``settings.data`` names, if it has been read already.
 
     Returns:
         The summary, as in ``summary.json``. Its ``interrupted`` names the signal that stopped the run, or is None.
     """
     choose_threads()
     device = use_device(settings.train.device)
-    corpus = build_corpus(settings.data, settings.train.sequence_length)
+    corpus = corpus or build_corpus(settings.data, settings.train.sequence_length)
     release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
