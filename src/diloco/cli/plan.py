@@ -125,6 +125,7 @@ def _nearest_preset(parameters: str) -> str:
 def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
     from diloco.data import corpus_vocabulary_size
+    from diloco.model import check_vocabulary
     from diloco.plan import fragment_sizes
     from diloco.train import make_fragments, outline, replica_bytes, resolve
 
@@ -142,6 +143,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         here = tuple(path for path in asked.data.paths if Path(path).expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
         built = outline(asked, size)
+        check_vocabulary(built, size)
         total = built.num_parameters()
         facts = {"layers": built.num_layers, "vocabulary": built.vocab_size}
         asked = replace(asked, model=with_vocabulary(asked.model, size))

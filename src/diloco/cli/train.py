@@ -193,7 +193,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
     if folder is not None and not (folder.expanduser() / "config.json").is_file():
         raise ConfigurationError(
             f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
-            "as --model hf:NAME --tokenizer hf:NAME instead."
+            "as --model hf:NAME instead."
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
     line = with_torchrun(dataclasses.replace(line, file=None, values=values))
@@ -222,11 +222,14 @@ def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = No
     log_to_stderr(as_json=settings.monitor.console == "json")
     if line.print_config:
         from diloco.data import corpus_vocabulary_size
+        from diloco.model import check_vocabulary
         from diloco.train import describe, identity, outline
 
         for note in plan.notes:
             say(f"note: {note}")
-        model = outline(settings, settings.model.vocab_size or corpus_vocabulary_size(settings.data))
+        size = settings.model.vocab_size or corpus_vocabulary_size(settings.data)
+        model = outline(settings, size)
+        check_vocabulary(model, size)
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE

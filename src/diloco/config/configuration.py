@@ -1,12 +1,14 @@
 """The configuration of `diloco train`, composed from a preset, a TOML file and the command line."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten, merge, read_tables, read_toml, typed_values
+from diloco.data import HUB_PREFIX, TOKENIZER_NAME
+from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, get_preset
 from diloco.monitor import MonitorSettings
 from diloco.train import RunSettings
@@ -66,8 +68,11 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 def compose(line: CommandLine) -> Configuration:
     """Return the configuration composed of the layers preset, TOML file and flags.
 
-    A model from a source replaces the model of the preset. If the source is a transformers folder with a tokeniser and
-    none is given, that tokeniser is used.
+    A model from a source replaces the model of the preset. If no tokenizer is given, it is the one of the weights that
+    the run begins from.
+
+    Raises:
+        ConfigurationError: a value is not valid, or there are stored weights whose tokenizer isn't known.
     """
     in_file, asked = values_in_file(line), asked_values(line)
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
@@ -76,12 +81,58 @@ def compose(line: CommandLine) -> Configuration:
     if (init_from := asked.get("train.init_from")) is not None and asked.get("model.source") is None:
         preset |= _model_of_folder(init_from.expanduser())
     settings = layered(flatten(Configuration()), preset, in_file, line.values)
-    if settings["model.source"] is not None and "data.tokenizer" not in asked:
-        source = ModelSettings(source=settings["model.source"])
-        place = Path(source.place).expanduser()
-        if source.kind == "hf" and (place / "tokenizer.json").is_file():
-            settings["data.tokenizer"] = str(place)
-    return build(Configuration, settings)
+    configuration = build(Configuration, settings)
+    if "data.tokenizer" in asked:
+        return configuration
+    tokenizer = tokenizer_of_weights(configuration)
+    if tokenizer is None:
+        _refuse_unknown_tokenizer(configuration.model)
+        return configuration
+    return replace(configuration, data=replace(configuration.data, tokenizer=tokenizer))
+
+
+def tokenizer_of_weights(configuration: Configuration) -> str | None:
+    """Return the tokenizer of the weights that a new run begins from, as ``data.tokenizer``; None if there is none.
+
+    It is that of ``train.init_from``, a run, a checkpoint or an export, else that of a model of transformers.
+    """
+    model, init_from = configuration.model, configuration.train.init_from
+    if init_from is not None and (folder := _folder_of_weights(init_from.expanduser())) is not None:
+        from diloco.data import ByteTokenizer, load_tokenizer
+
+        return "bytes" if isinstance(load_tokenizer(folder), ByteTokenizer) else str(folder)
+    if model.kind != "hf":
+        return None
+    from diloco.data import has_tokenizer
+
+    local = Path(model.place).expanduser()
+    if not local.is_dir():
+        return f"{HUB_PREFIX}{model.place}"
+    if (local / TOKENIZER_NAME).is_file():
+        return str(local)
+    return f"{HUB_PREFIX}{local}" if has_tokenizer(local) else None
+
+
+def _folder_of_weights(place: Path) -> Path | None:
+    """Return the folder with the tokenizer of the run, checkpoint, export or file of weights at ``place``, if any."""
+    folder = place.parent if place.is_file() and (place.parent / "config.json").is_file() else place
+    for each in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+        if (each / TOKENIZER_NAME).is_file():
+            return each
+    return None
+
+
+def _refuse_unknown_tokenizer(model: ModelSettings) -> None:
+    """Raise `ConfigurationError` if a model without a tokenizer has weights, which learned the ids of one."""
+    if model.kind != "hf":
+        return
+    from diloco.model import has_stored
+
+    if has_stored(Path(model.place).expanduser(), model):
+        raise ConfigurationError(
+            f"{model.place} has weights but no tokenizer. Name the one with which they were trained: --tokenizer PATH "
+            "or hf:NAME. To train new weights, use --model.arguments.weights fresh."
+        )
 
 
 def values_in_file(line: CommandLine) -> Values:
@@ -165,11 +216,10 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
 
 
 def _model_of_folder(folder: Path) -> Values:
-    """Return the sizes and tokeniser for a native decoder that starts from its export, or none."""
+    """Return the sizes for a native decoder that starts from its export, or none."""
     if not (folder / "config.json").is_file():
         return {}
     from diloco.trained import exported_model
 
     model = exported_model(folder)
-    tokenizer = {"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {}
-    return {} if model is None else {"model.arguments": model.decoder.arguments(), **tokenizer}
+    return {} if model is None else {"model.arguments": model.decoder.arguments()}

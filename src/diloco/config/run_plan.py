@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco import __version__
-from diloco.config.configuration import FINETUNE, Configuration, asked_values, compose, layered, preset_values
+from diloco.config.configuration import (
+    FINETUNE,
+    Configuration,
+    asked_values,
+    compose,
+    layered,
+    preset_values,
+    tokenizer_of_weights,
+)
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
+from diloco.data import HUB_PREFIX, TOKENIZER_NAME
 from diloco.errors import ConfigurationError
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.train import notes, resolve
@@ -73,7 +82,27 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
     resolved = _resolved(asked)
-    return RunPlan(configuration=resolved, record=_record(resolved), source=None, notes=notes(resolved))
+    told = (*_note_on_tokenizer(resolved), *notes(resolved))
+    return RunPlan(configuration=resolved, record=_record(resolved), source=None, notes=told)
+
+
+def _note_on_tokenizer(configuration: Configuration) -> list[str]:
+    """Return a warning if the weights that a run begins from were trained with another tokenizer than is asked for."""
+    asked, usual = configuration.data.tokenizer, tokenizer_of_weights(configuration)
+    is_fresh = configuration.train.init_from is None and configuration.model.huggingface.weights == "fresh"
+    if usual is None or is_fresh or _tokenizer_file(asked) == _tokenizer_file(usual):
+        return []
+    return [
+        f"The weights that this run begins from were trained with the tokenizer {usual}, not with {asked}, whose ids "
+        "they don't know."
+    ]
+
+
+def _tokenizer_file(name: str) -> str | bytes:
+    """Return what tells a tokenizer apart: the content of its file, or its name."""
+    path = Path(name.removeprefix(HUB_PREFIX)).expanduser()
+    path = path / TOKENIZER_NAME if path.is_dir() else path
+    return path.read_bytes() if path.is_file() else name
 
 
 def compose_for_model(line: CommandLine) -> Configuration:

@@ -16,6 +16,8 @@ from .corpus import DocumentStream as DocumentStream
 from .corpus import build_corpus as build_corpus
 from .corpus import corpus_vocabulary_size as corpus_vocabulary_size
 from .corpus import heldout_data as heldout_data
+from .settings import HUB_PREFIX as HUB_PREFIX
+from .settings import TOKENIZER_NAME as TOKENIZER_NAME
 from .settings import DataSettings as DataSettings
 from .settings import template_file as template_file
 from .source import Source as Source
@@ -23,6 +25,7 @@ from .split import Split as Split
 from .split import survey as survey
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
+from .tokenizer import has_tokenizer as has_tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
 from .tokenizer import make_tokenizer as make_tokenizer
 from .tokens import PackedTokens as PackedTokens

@@ -166,7 +166,7 @@ def _count(number: int, noun: str) -> str:
 def _of_folders(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> list[PackedTokens]:
     """Return the tokens to train on and the held-out ones of token folders."""
     for folder in folders:
-        if folder.tokenizer().to_json() != tokenizer.to_json():
+        if not folder.tokenizer().encodes_like(tokenizer):
             raise ConfigurationError(
                 f"{folder.path} was made with another tokenizer than that of the run, or of the first of its folders. "
                 "Make it again with that one (--tokenizer FOLDER)."
@@ -192,9 +192,10 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], toke
                 "has no effect. Pass it to `diloco tokenize`, or leave it out."
             )
     trained = settings.bpe_vocab_size is not None
-    if trained or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer.to_json()):
+    if trained or (settings.tokenizer != "bytes" and not make_tokenizer(settings).encodes_like(tokenizer)):
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} has no effect: {folders[0].path} was made with another one."
+            f"data.tokenizer={settings.tokenizer!r} has no effect: {folders[0].path} was made with another one. Make "
+            "it again with that one (diloco tokenize --tokenizer)."
         )
 
 

@@ -14,6 +14,7 @@ from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.private_files import check_url
 
+TOKENIZER_NAME = "tokenizer.json"
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.data.settings import HUB_PREFIX, DataSettings
+from diloco.data.settings import HUB_PREFIX, TOKENIZER_NAME, DataSettings
 from diloco.data.source import FROM_HUB, as_data_error
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.private_files import read_regular
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 EOS = "<|endoftext|>"
 """The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
-
-TOKENIZER_NAME = "tokenizer.json"
 
 _VOCABULARIES = (
     *(TOKENIZER_NAME, "tokenizer_config.json", "vocab.json", "vocab.txt"),
@@ -228,6 +226,11 @@ class Tokenizer:
 
     def _name_of(self, index: int) -> str:
         return str(self._tokenizer.id_to_token(index))
+
+    def encodes_like(self, other: Tokenizer) -> bool:
+        """Return whether both give the same tokens for every document."""
+        around = [(each.begin_document, each.end_document) for each in (self, other)]
+        return around[0] == around[1] and self.to_json() == other.to_json()
 
     def to_json(self) -> str:
         """Return the text of the ``tokenizer.json``."""

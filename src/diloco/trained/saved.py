@@ -26,7 +26,15 @@ from diloco.algorithm import (
     trainable_parameters,
 )
 from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, new_folder, open_checkpoint, run_folder
-from diloco.data import ChatTokenizer, Tokenizer, load_tokenizer
+from diloco.data import (
+    HUB_PREFIX,
+    ChatTokenizer,
+    DataSettings,
+    Tokenizer,
+    has_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
@@ -36,6 +44,7 @@ from diloco.model import (
     ModelSettings,
     Transformer,
     build_language_model,
+    check_vocabulary,
     is_huggingface_folder,
     native_weights,
     read_json,
@@ -240,7 +249,15 @@ def _load_huggingface(folder: Path, device: torch.device) -> Trained:
     if native:
         load_parameters(model, native_weights(folder))
     length = min(origin.sequence_length, model.max_sequence_length)
-    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, origin.weights)
+    tokenizer = _tokenizer_of(folder)
+    check_vocabulary(model, tokenizer.vocab_size)
+    return Trained(model.eval(), tokenizer, None, length, folder, origin.weights)
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer:
+    if not has_tokenizer(folder):
+        raise ConfigurationError(f"{folder} has no tokenizer. Copy that of the model there (tokenizer.json).")
+    return make_tokenizer(DataSettings(tokenizer=f"{HUB_PREFIX}{folder}"))
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
