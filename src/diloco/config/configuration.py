@@ -124,11 +124,10 @@ def _folder_of_weights(place: Path) -> Path | None:
 
 def _refuse_unknown_tokenizer(model: ModelSettings) -> None:
     """Raise `ConfigurationError` if a model without a tokenizer has weights, which learned the ids of one."""
-    if model.kind != "hf":
+    if model.kind != "hf" or model.huggingface.weights == "fresh":
         return
-    from diloco.model import has_stored
-
-    if has_stored(Path(model.place).expanduser(), model):
+    folder = Path(model.place).expanduser()
+    if [*folder.glob("*.safetensors*"), *folder.glob("pytorch_*.bin")]:
         raise ConfigurationError(
             f"{model.place} has weights but no tokenizer. Name the one with which they were trained: --tokenizer PATH "
             "or hf:NAME. To train new weights, use --model.arguments.weights fresh."

@@ -143,7 +143,7 @@ class HuggingFaceModel(LanguageModel):
 
     def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
         folder, buffers = _find_folder(self.settings, with_weights=True), dict(self.named_buffers())
-        stored = stored_tensors(folder) if has_stored(folder, self.settings) else {}
+        stored = stored_tensors(folder) if _has_stored(folder, self.settings) else {}
         self.to_empty(device=device)
         self.wrapped.tie_weights()
         for name, buffer in self.named_buffers():
@@ -247,7 +247,7 @@ def build_huggingface(
     else:
         folder = _find_folder(settings, with_weights=not on_meta)
         config = _config_of(read_json(folder / CONFIG_NAME), settings.config_changes, str(folder), options)
-        stored = not on_meta and has_stored(folder, settings)
+        stored = not on_meta and _has_stored(folder, settings)
         if stored and base not in ("", there := weights_digest(folder)):
             raise ConfigurationError(
                 f"The adapters in the checkpoint were trained with other weights ({base}) than those in "
@@ -286,7 +286,7 @@ def base_digest(settings: ModelSettings) -> str:
     if settings.kind != "hf":
         return ""
     folder = _find_folder(settings, with_weights=True)
-    return weights_digest(folder) if has_stored(folder, settings) else ""
+    return weights_digest(folder) if _has_stored(folder, settings) else ""
 
 
 def generation_settings(settings: ModelSettings) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def has_stored(folder: Path, settings: ModelSettings) -> bool:
+def _has_stored(folder: Path, settings: ModelSettings) -> bool:
     """Return whether to begin from the weights in ``folder``. They must be there if asked for, for a name on the hub,
     and if there are others, such as pickles, or the index of weights that were not fetched to the end.
     """
