@@ -49,8 +49,11 @@ class RunStarted(Event):
     """Further facts about the run and this process, which the console does not print."""
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
     best_heldout_loss: float | None = None  # the lowest held-out loss before this start, if the run resumes
-    rounds_committed: int = 0  # before this start, as the next one
+    rounds_committed: int = 0  # before this start, as all that follow
     rounds_void: int = 0
+    tokens: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

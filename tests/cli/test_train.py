@@ -126,7 +126,13 @@ def test_a_run_that_never_began_leaves_no_folder(
     assert not out.exists()
     assert "torch.optim" in refused([*arguments, "--optimizer.name", "AdamZ"], capsys)
     assert not out.exists()
-    assert main(arguments) == 0
+    (tmp_path / "file").write_text("")
+    for flag in ("--checkpoint.mirror", "--resume-or-start"):  # here a place that can't be written to
+        url = f"file://{tmp_path}/file/mine"
+        assert main([*arguments, flag, url]) == 1
+        assert "can't be written to" in capsys.readouterr().err
+        assert not out.exists()
+    assert main([*arguments, "--resume-or-start", f"file://{tmp_path}/bucket/mine"]) == 0
 
 
 def test_only_what_an_attempt_has_written_is_deleted(

@@ -345,6 +345,22 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing
 
 @TRACED
 @torch.no_grad()
+def test_evaluation_sees_the_weights_of_now_also_if_inductor_may_freeze_them() -> None:
+    """As TORCHINDUCTOR_FREEZING=1 says, which would keep those of the first evaluation."""
+    import torch._inductor.config  # takes long
+
+    plain, compiled = build_model(MODEL, seed=0), build_model(MODEL, seed=0)
+    prepare_blocks(compiled, compiled=True)
+    for scale in (1.0, 3.0):
+        for model in (plain, compiled):
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        with torch._inductor.config.patch(freezing=True):  # type: ignore[no-untyped-call]  # torch's
+            torch.testing.assert_close(compiled(TOKENS[:, :8]), plain(TOKENS[:, :8]), rtol=1e-4, atol=1e-5)
+
+
+@TRACED
+@torch.no_grad()
 def test_evaluation_runs_compiled_where_training_does_and_generation_does_not(counts: Any) -> None:
     plain, compiled = build_model(BLOCKS, seed=0), build_model(BLOCKS, seed=0)
     prepare_blocks(compiled, checkpointing="full", compiled=True, backend="aot_eager")

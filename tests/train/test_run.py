@@ -24,7 +24,8 @@ from diloco.errors import (
 )
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.outer import DiLoCo
-from diloco.train import Fleet, RunSettings, Session, StopAsked, follow_views, make_transport, run_training
+from diloco.signals import StopAsked
+from diloco.train import Fleet, RunSettings, Session, follow_views, make_transport, run_training
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.command_lines import command_line

@@ -20,7 +20,8 @@ from diloco.checkpoint import Mirror
 from diloco.cli import main
 from diloco.errors import NonFiniteError
 from diloco.events import StepFinished
-from diloco.train import Session, StopAsked, StopRequest, launch
+from diloco.signals import StopAsked, StopRequest
+from diloco.train import Session, launch
 from diloco.transport import NetworkSettings, PeerTransport, Pending
 from tests.commands import LIMIT_S
 from tests.processes import Processes, free_port, receive, report
@@ -80,7 +81,7 @@ def test_handlers_are_put_back_even_after_an_error() -> None:
 
 STUCK = """
 import ctypes
-from diloco.train import StopRequest
+from diloco.signals import StopRequest
 library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 library.pthread_mutex_lock(lock)
 with StopRequest(lambda: print("asked", flush=True)):
@@ -104,6 +105,44 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library(
         assert process.wait(60) == 130
         assert process.stderr is not None
         assert process.stderr.read() == b"\x1b[?25hstopped at once; nothing more was saved\n"
+
+
+PROCESS_1 = """
+import ctypes, sys, time
+from diloco.__main__ import main
+import diloco.cli
+library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+library.pthread_mutex_lock(lock)
+def prepare():
+    print("prepares", flush=True)
+    {wait}
+diloco.cli.main = prepare
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has process namespaces")
+@pytest.mark.parametrize(
+    ("wait", "words"),
+    [
+        ("time.sleep(60)", ""),
+        ("library.pthread_mutex_lock(lock)", "stopped at once"),
+    ],
+)
+def test_sigterm_ends_process_1_of_a_container_also_while_it_prepares(wait: str, words: str) -> None:
+    """Without a handler Linux ignores it. In the second case the main thread is in a library."""
+    script = PROCESS_1.replace("{wait}", wait)
+    command = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", script]
+    if subprocess.run([*command[:3], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no process namespaces")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"prepares\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert process.wait(60) == 130
+        assert process.stderr is not None
+        assert words in process.stderr.read().decode()
 
 
 def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 from diloco.cli.status import SwarmOptions
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
-from diloco.train import StopRequest
+from diloco.signals import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, columns, format_rate, parse
 from diloco.waiting import say

@@ -21,8 +21,6 @@ from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
 from .processes import LAUNCHED as LAUNCHED
 from .processes import Role as Role
-from .processes import StopAsked as StopAsked
-from .processes import StopRequest as StopRequest
 from .processes import launch as launch
 from .processes import read_torchrun as read_torchrun
 from .processes import role_of as role_of

@@ -20,9 +20,9 @@ from diloco.errors import (
     TransportError,
 )
 from diloco.events import Event, Lost, Note, ViewChanged
+from diloco.signals import StopAsked, StopRequest
 from diloco.state_tree import readable_state
 from diloco.train.fleet import Fleet
-from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import checkpoint_of, load_session, replicas_in

@@ -1,9 +1,4 @@
-"""The processes of a run: the role of this one, the signals that stop it, and the launcher of all replicas.
-
-The first SIGINT or SIGTERM asks a run to save and stop, a second one ends the process at once. A batch system sends
-SIGTERM to every process, and ``torchrun`` forwards it to processes that already have it, so a SIGTERM after another one
-counts as the same request.
-"""
+"""The processes of a run: the role of this one, and the launcher of all replicas."""
 
 from __future__ import annotations
 
@@ -14,23 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import IO, Any, Literal, Self
+from typing import IO, Literal
 
 from diloco.devices import set_thread_share
 from diloco.errors import ConfigurationError
+from diloco.signals import SIGNALS
 from diloco.transport import Address, NetworkSettings, parse_address
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAUNCHED = "DILOCO_LAUNCHED"  # set for a process that `launch` has started
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_ENDS = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -225,91 +216,3 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() == 1:
         os._exit(1)
-
-
-class StopAsked(Exception):
-    """Raised in a long wait if the user asks to stop."""
-
-
-class StopRequest:
-    """A context that records a request to stop: ``signal`` is None before the request, then the signal's name.
-
-    Outside the main thread, where Python can't handle signals, it does nothing. ``asked`` is called once, in a thread
-    of its own, as soon as the first signal arrives, whatever the main thread does.
-    """
-
-    def __init__(self, asked: Callable[[], None] = lambda: None) -> None:
-        self.signal: str | None = None
-        self._asked = asked
-        self._interrupts = False
-        self._first = 0
-        self._before: dict[signal.Signals, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._wakeup_before = -1
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._pipe = os.pipe()
-            if sys.platform != "win32":  # Windows needs no such pipe, and can't make one before Python 3.12
-                os.set_blocking(self._pipe[1], False)
-            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=self._pipe[:1], name="diloco-signals", daemon=True).start()
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        if self._pipe is not None:
-            signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._pipe[1])  # this ends the watching thread
-            self._pipe = None
-
-    def ask(self, why: str) -> None:
-        """Request a stop as if a signal named ``why`` had arrived, unless a stop was already requested."""
-        self.signal = self.signal or why
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Raise `StopAsked` in the block on a request to stop, even an earlier one. The block must not change state."""
-        self._interrupts = True
-        try:
-            if self.signal is not None:
-                raise StopAsked
-            yield
-        finally:
-            self._interrupts = False
-
-    def _watch(self, signals: int) -> None:
-        """Watch for signals in a thread, because Python handles none while the main thread waits in a C library.
-
-        It may also call what a handler must not, such as functions that take locks.
-        """
-        first = 0
-        with os.fdopen(signals, "rb", buffering=0) as pipe:
-            while number := int.from_bytes(pipe.read(1)):
-                if number in SIGNALS and not first:
-                    first = number
-                    self._asked()
-                elif number in SIGNALS and not _is_echo(first, number) and self._pipe:
-                    _end()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is None:
-            self.signal, self._first = signal.Signals(number).name, number
-            if self._interrupts:
-                raise StopAsked
-        elif not _is_echo(self._first, number):
-            _end()
-
-
-def _is_echo(first: int, number: int) -> bool:
-    return first == number == signal.SIGTERM
-
-
-def _end() -> None:
-    _ENDS.acquire()  # never released: the handler and the watching thread may both come here
-    # a live display hides the cursor, and no other code runs after this
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n")
-    os._exit(130)

@@ -33,10 +33,10 @@ from diloco.events import (
 )
 from diloco.model import GENERATION_NAME, check_vocabulary, generation_settings, with_vocabulary
 from diloco.private_files import make_private_folder
+from diloco.signals import StopRequest
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
 from diloco.train.fleet import Fleet
 from diloco.train.joining import OTHERS, find_beginning, follow_views
-from diloco.train.processes import StopRequest
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
@@ -95,6 +95,8 @@ def run_training(
         at_end.callback(session.close)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session)
+        run = _Run(session, emit, folder, home, resumed_from)
+        at_end.enter_context(run.mirroring())  # before anything is in the folder, as the place may be refused
         with fleet.group.all_or_none():
             try:
                 if resumed_from is None or not (folder / "config.toml").exists():
@@ -105,8 +107,6 @@ def run_training(
                 write_whole(folder / "config.toml", config_toml)  # a run may continue with changes
             except OSError as error:
                 raise DiLoCoError(f"{folder} can't be written: {error.strerror or error}.") from error
-        run = _Run(session, emit, folder, home, resumed_from)
-        at_end.enter_context(run.mirroring())
         at_end.enter_context(closing(run.writer))
         return run.train(notes)
 
@@ -249,6 +249,9 @@ class _Run:
                 best_heldout_loss=session.totals.best_heldout_loss,
                 rounds_committed=first.rounds_committed if first else 0,
                 rounds_void=first.rounds_void if first else 0,
+                tokens=session.tokens,
+                sent_bytes=session.traffic()[0],
+                received_bytes=session.traffic()[1],
             )
         )
 

@@ -94,7 +94,7 @@ class RollCall:
         """Why the ranks can't continue, or None."""
         if not self._failed:
             return None
-        return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end; restart them with --resume.")
+        return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end{_what_follows()}.")
 
     def check(self) -> None:
         self._trains = threading.get_ident()  # whoever trains calls this
@@ -277,6 +277,13 @@ class RollCall:
                 print(f"diloco: {self.failure} A collective does not end, so this process does.", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
+
+
+def _what_follows() -> str:
+    """Return what happens after all ranks have ended, if torchrun tells how often it starts them again."""
+    most, used = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    again = most.isdecimal() and used.isdecimal() and int(used) < int(most)
+    return ", and torchrun starts them again" if again else "; restart them with --resume"
 
 
 def _place(thread: int) -> tuple[Any, ...]:

@@ -37,6 +37,16 @@ _OF_STEPS = (  # name, the field of `StepFinished`, and what it is
     ("model_flops_utilization_ratio", "model_flops_utilization", "Share of the peak of this process's device."),
 )
 
+_TOTALS: Sequence[tuple[str, str, Sequence[str], Mapping[tuple[str, ...], str]]] = (
+    ("tokens", "Tokens trained by all replicas", (), {(): "tokens"}),
+    (
+        *("payload_bytes", "Payload bytes of this replica", ("direction",)),
+        {("sent",): "sent_bytes", ("received",): "received_bytes"},
+    ),
+    ("rounds", "Rounds by outcome", ("outcome",), {("committed",): "rounds_committed", ("void",): "rounds_void"}),
+)
+"""Name, what it is, labels, and by their values the field of `StepFinished` and `RunStarted` that has the total."""
+
 
 class PrometheusSink:
     """Serves the figures and the health of run ``run`` of this process at ``host`` and ``port`` until it is closed."""
@@ -53,6 +63,7 @@ class PrometheusSink:
         self._peers: Mapping[str, tuple[int, int, float]] = {}
         self._late_s: Mapping[str, float] = {}
         self._waits_s: dict[int, float] = {}  # by replica
+        self._counted: dict[tuple[str, ...], float] = {}  # the highest value of each counter so far
         self._lost, self._heard_s = "", time.monotonic()
         self._saved_s: float | None = None
         self.made = -math.inf, b""  # when the figures were made, and they
@@ -159,11 +170,14 @@ class PrometheusSink:
             ("checkpoint_timestamp_seconds", "When it was written, since 1970.", self._saved_s),
         ):
             yield gauge(name, words, {(): value})
-        yield counter("tokens", "Tokens trained by all replicas.", {(): getattr(last, "tokens", None)})
-        totals = {("sent",): getattr(last, "sent_bytes", None), ("received",): getattr(last, "received_bytes", None)}
-        yield counter("payload_bytes", "Payload bytes of this replica.", totals, ("direction",))
-        rounds = {("committed",): grid.merged, ("void",): grid.void}
-        yield counter("rounds", "Rounds by outcome.", rounds, ("outcome",))
+        rounds = {"rounds_committed": grid.merged, "rounds_void": grid.void}
+        for name, words, labels, fields in _TOTALS:
+            of_run, of_process = dict[Any, float | None](), dict[Any, float | None]()
+            for label, attribute in fields.items():
+                of_run[label] = rounds.get(attribute, getattr(last or started, attribute, None))
+                of_process[label] = self._since_start((name, *label), of_run[label], getattr(started, attribute, 0))
+            yield gauge(f"run_{name}", f"{words}, in the whole run.", of_run, labels)
+            yield counter(name, f"{words}, since this process began to train.", of_process, labels)
         words = "Time spent waiting for means, by the replica of this process that waited most."
         yield counter("wait_seconds", words, {(): max(self._waits_s.values(), default=0.0)})
         by_peer = {(peer, "sent"): of[0] for peer, of in self._peers.items()}
@@ -177,6 +191,13 @@ class PrometheusSink:
         yield gauge("peer_late_seconds", words, late, ("peer",))
         active = Counter((alert.kind, alert.level) for alert in alerts(run, now_s))
         yield gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
+
+    def _since_start(self, key: tuple[str, ...], total: float | None, before: float) -> float | None:
+        """Return a counter: a checkpoint takes a run back, and a round that was void for one may be committed."""
+        if total is None:
+            return None
+        self._counted[key] = max(self._counted.get(key, 0.0), total - before)
+        return self._counted[key]
 
 
 class _Handler(LocalHandler):
