@@ -19,6 +19,7 @@ ORDER = (
     "units",
     "terminal",
     "waiting",
+    "signals",
     "devices",
     "events",
     "algorithm",
