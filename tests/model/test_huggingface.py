@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import HuggingFaceModel, ModelSettings, build_language_model
+from diloco.model import ForeignModel, HuggingFaceModel, ModelSettings, build_language_model
 from diloco.train import prepare_blocks
 from diloco.transport import ReplicaGroup
 from tests.huggingface import ARCHITECTURES, GROUPED, NO_SPECIAL, WIDTHS, config_of, write_config
@@ -131,6 +131,80 @@ def test_every_attention_masks_documents(
     torch.testing.assert_close(together, torch.cat([alone, some(tokens[1:])]), **EXACT)
     masks = [value for value in some._apart(documents).values() if isinstance(value, Tensor) and value.ndim > 2]
     assert bool(masks) == (not windowed and implementation != "flex_attention")
+
+
+ROUTED = GROUPED | {"head_dim": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+GPT_OSS = ROUTED | KINDS | {"num_local_experts": 4}
+HEADS = {"vocab_size": 272, "hidden_size": 16, "num_attention_heads": 4, "n_head": 4}
+APART: dict[str, tuple[str, dict[str, Any], str]] = {
+    # name -> type, values, and how documents are masked; "": the model is refused
+    "gpt-oss": ("gpt_oss", GPT_OSS, "masks by kind"),
+    "AFMoE": ("afmoe", ROUTED | KINDS | {"num_experts": 4, "moe_intermediate_size": 8}, "masks by kind"),
+    "without a balance loss": ("gpt_oss", GPT_OSS | {"router_aux_loss_coef": 0.0}, "masks by kind"),
+    "Mistral": ("mistral", GROUPED | {"sliding_window": 3}, "positions"),
+    "Falcon with ALiBi": ("falcon", HEADS | {"alibi": True}, ""),
+    "BLOOM": ("bloom", HEADS, ""),
+    "Mamba": ("mamba", HEADS | {"num_hidden_layers": 2}, ""),
+    "RecurrentGemma": ("recurrent_gemma", GROUPED | {"lru_width": 16, "attention_window_size": 8}, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", APART)
+def test_documents_are_kept_apart_or_the_model_is_refused(name: str, tmp_path: Path) -> None:
+    """Before, the first two let conversations see each other in silence, and Falcon with ALiBi ended in a traceback."""
+    kind, values, masking = APART[name]
+    some = built(write_config(tmp_path, kind, **values)).train()
+    generator, before = torch.get_rng_state(), copy.deepcopy(some.state_dict())
+    if not masking:
+        with pytest.raises(ConfigurationError, match=r"can't mask the documents .*--data.packing single"):
+            some.keep_documents_apart()
+        return
+    some.keep_documents_apart()
+    assert some.masking == masking
+    assert some.training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[key]) for key, value in some.state_dict().items())
+    tokens, documents = batch(length=24), torch.tensor([[0] * 10 + [1] * 14, [2] * 24])
+    with torch.no_grad():
+        together = some.eval()(tokens, documents=documents)
+        alone = torch.cat([some(piece) for piece in tokens[:1].split([10, 14], 1)], 1)
+        torch.testing.assert_close(together, torch.cat([alone, some(tokens[1:])]), **EXACT)
+        loss, cross_entropy = some.loss(tokens[:, :-1], tokens[:, 1:], documents[:, :-1])
+    assert (float(loss) > float(cross_entropy)) == (some.balance_loss > 0)
+
+
+class Mean(nn.Module):
+    """Adds to each token the mean of those that it sees."""
+
+    def __init__(self, *, masks: bool, zeros: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.mixing = nn.Parameter(torch.zeros(8, 8) if zeros else torch.eye(8))
+        self.masks = masks
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        hidden = self.embedding(tokens)
+        sees = torch.ones(tokens.shape[1], tokens.shape[1]).tril().expand(len(tokens), -1, -1)
+        if documents is not None and self.masks:
+            sees = sees * (documents.unsqueeze(2) == documents.unsqueeze(1))
+        logits: Tensor = self.head(hidden + sees / sees.sum(2, keepdim=True) @ hidden @ self.mixing)
+        return logits
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_model_that_takes_documents_and_does_not_use_them_is_refused(zeros: bool) -> None:
+    """Also if its layers begin as zeros, so that its fresh logits show nothing."""
+    for masks in (False, True):
+        model = ForeignModel(Mean(masks=masks, zeros=zeros), vocab_size=31, max_sequence_length=16)
+        before = copy.deepcopy(model.state_dict())
+        if masks:
+            model.keep_documents_apart()
+        else:
+            with pytest.raises(ConfigurationError, match=r"Mean can't mask .*changing a document moves"):
+                model.keep_documents_apart()
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_layers_are_blocks_of_the_model_and_fragments_cover_it(model: HuggingFaceModel) -> None:

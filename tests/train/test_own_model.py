@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -125,7 +127,7 @@ def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_p
             run_training(plan.configuration, folder=tmp_path, sink=mock.Mock(), config_toml=plan.record, meet=meet)
     facts = [call.args[0] for call in meet.call_args_list]
     assert facts[0] == facts[1]
-    assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
+    assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"first weights"}
 
 
 def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
@@ -168,7 +170,11 @@ def test_a_run_resumes_exactly_and_is_evaluated_when_its_source_is_gone(
     trained(tmp_path / "run", plan_of(f"hf:{folder}", data, train__stop_after=7, **values))
     resumed = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
     assert trained(tmp_path / "run", resumed)["global_params_digest"] == straight["global_params_digest"]
-    shutil.rmtree(folder)
+    moved = folder.rename(tmp_path / "moved")
+    elsewhere = {"model__source": f"hf:{moved}", "data__tokenizer": str(moved)}
+    resumed = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=13, **elsewhere))
+    trained(tmp_path / "again", resumed)
+    shutil.rmtree(moved)
 
     run = str(tmp_path / "run")
     assert main(["evaluate", run, "--json"]) == 0
@@ -177,7 +183,7 @@ def test_a_run_resumes_exactly_and_is_evaluated_when_its_source_is_gone(
     assert main(["status", run]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match=r"cannot change model\.source"):
-        plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="hf:another"))
+        plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="nets:build"))
 
 
 SMALL = {
@@ -225,13 +231,79 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base_and_so_does_
         assert torch.equal(exported[peft_name], value)
 
 
-def test_adapters_of_another_base_are_refused(base: Path, run: Path) -> None:
-    """A checkpoint names the weights that it needs."""
-    write_base(base, seed=1)
-    with pytest.raises(ConfigurationError, match=r"trained with other weights .* Put the original model there"):
+def edited(file: Path, before: str, after: str) -> None:
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+
+
+def swapped(base: Path) -> None:
+    """Swap the ids of two letters."""
+    content = json.loads((base / "tokenizer.json").read_text())
+    letters = content["model"]["vocab"]
+    letters["y"], letters["z"] = letters["z"], letters["y"]
+    (base / "tokenizer.json").write_text(json.dumps(content))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
+    # what changes the base -> the change, the fact that is named on resume, and whether it is evaluated all the same
+    "weights": (lambda base: write_base(base, seed=1), "base model", False),
+    "epsilon": (
+        lambda base: edited(base / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.9'),
+        "conf",
+        False,
+    ),
+    "theta": (lambda base: edited(base / "config.json", "10000.0", "3.0"), "configuration", False),
+    # the run has its own tokenizer and template
+    "template": (
+        lambda base: edited(base / "chat_template.jinja", "m.content", "m.content.strip()"),
+        "chat temp",
+        True,
+    ),
+    "tokenizer": (swapped, "tokenizer", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_base_that_changed_is_refused_when_adapters_are_loaded_and_when_their_run_resumes(
+    change: str, tmp_path: Path
+) -> None:
+    """Before, a run resumed on other weights, whose name its next checkpoint had; and another configuration was used
+    in silence everywhere."""
+    make, fact, loads = CHANGES[change]
+    base, run, data = write_base(tmp_path / "base"), tmp_path / "run", write_sums(tmp_path / "sums.jsonl")
+    trained(run, plan_of(f"hf:{base}", data, **SMALL, train__stop_after=2))
+    original = shutil.copytree(base, tmp_path / "original")
+    make(base)
+    resumed = plan_run(command_line(checkpoint__resume=run))
+    with pytest.raises(CheckpointError, match=f"has {fact}.* and this run has {fact}"):
+        trained(run, resumed)
+    begun = plan_of(f"hf:{base}", data, **SMALL, train__init_from=run, train__steps=2)
+    if loads:
         load_trained(run)
-    write_base(base)
-    load_trained(run)
+    else:
+        with pytest.raises(ConfigurationError, match="Put the original"):
+            load_trained(run)
+    if change != "template":  # a new run may have another
+        with pytest.raises(ConfigurationError, match=f"has {fact}.* would mean something else here"):
+            trained(tmp_path / "begun", begun)
+    assert not (tmp_path / "begun").exists() or change == "template"
+    # an equal folder elsewhere works
+    load_trained(run, source=f"hf:{original}")
+    elsewhere = {"model__source": f"hf:{original}", "data__tokenizer": str(original), "train__stop_after": 3}
+    trained(run, plan_run(command_line(checkpoint__resume=run, **elsewhere)))
+
+
+def test_a_folder_whose_configuration_changed_is_refused_when_the_training_of_all_weights_resumes(
+    data: Path, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, "Llama")
+    ByteTokenizer().save(folder)
+    trained(tmp_path / "run", plan_of(f"hf:{folder}", data, train__stop_after=2))
+    edited(folder / "config.json", "10000.0", "500.0")
+    with pytest.raises(CheckpointError, match=r"has configuration = .* and this run has configuration = "):
+        trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run")))
+    load_trained(tmp_path / "run")  # the checkpoint has the configuration that was trained
 
 
 def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from .disk import one_at_a_time as one_at_a_time
 from .disk import write_whole as write_whole
 from .mirror import Mirror as Mirror
 from .mirror import fetch_run as fetch_run
+from .reading import LASTING as LASTING
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from diloco.checkpoint.disk import check_content, new_folder, write_whole
-from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
+from diloco.checkpoint.reading import LASTING, MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
 from diloco.private_files import check_url, make_private_folder, open_store
 from diloco.units import diff
@@ -208,7 +208,7 @@ class Mirror:
         with place.reached("written to"):
             for manifest in filter(None, map(place.read, place.uploads().get(self._replica, []))):
                 there = manifest.about.get("identity", {})
-                if there and (words := diff(there, identity, place.url, "this run", ("model", "data", "seed"))):
+                if there and (words := diff(there, identity, place.url, "this run", (*LASTING, "seed"))):
                     raise ConfigurationError(f"{words}. Use another place.")
                 break
             for written in (False, True):  # the first listing may be empty because nothing may be listed

@@ -33,8 +33,9 @@ class TrainedOptions:
 
     path: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run folder (its latest checkpoint), checkpoint, or folder of a causal language model of transformers."""
-    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION")] = None
-    """For a run with a model of your own: the function that builds it, as in training."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION|hf:FOLDER")] = None
+    """For a run with a model of your own: the function that builds it, as in training. For adapters whose base has
+    moved: hf:FOLDER."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     average_last: Annotated[int, Meta(ge=1)] = 1

@@ -155,6 +155,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
         if not same_code(wanted[name], saved[name])
+        and not _may_have_moved(name, saved[name], wanted[name])
         and (name in decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
     ]
     if fixed:
@@ -174,6 +175,13 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     record = _record(build(Configuration, flatten(resolved) | {"train.init_from": saved["train.init_from"]}))
     told = (*([stretched] if after > before else []), *notes(resolved))
     return RunPlan(configuration=resolved, record=record, source=source, notes=told)
+
+
+def _may_have_moved(name: str, before: Any, now: Any) -> bool:
+    """Return whether a setting names another place where the same may lie, which the checkpoint decides when loaded."""
+    if name == "model.source":
+        return all(str(value).startswith("hf:") for value in (before, now))
+    return name == "data.tokenizer" and not {before, now} & {"bytes", "bpe"}
 
 
 def read_record(path: Path) -> Configuration:

@@ -446,6 +446,12 @@ class ChatTokenizer(Tokenizer):
                 "not learn to end answers. Move the token in front of {% endgeneration %}."
             )
 
+    @property
+    def facts(self) -> dict[str, str]:
+        template = self._library.chat_template
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        return super().facts | ({"chat template": xxhash.xxh3_64_hexdigest(text.encode())} if self.has_template else {})
+
     def _with_beginning(self, template: Any) -> Any:
         """Return a template, or several by name, that begins with the tokens with which the tokenizer begins a text."""
         if isinstance(template, dict):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.data.settings import HUB_PREFIX, TOKENIZER_NAME, DataSettings
@@ -214,6 +215,12 @@ class Tokenizer:
     def added_tokens(self) -> dict[int, str]:
         """The tokens that are not made of pieces of text, such as those that end documents or answers."""
         return {index: token.content for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What two sides that use it must have in common, by name: digests that no version of the library changes."""
+        tokens = json.dumps(sorted(self._tokenizer.get_vocab(with_added_tokens=True).items()))
+        return {"tokenizer": f"{self.vocab_size} tokens, {xxhash.xxh3_64_hexdigest(f'{tokens} {self._eos}'.encode())}"}
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``; `load_tokenizer` reads them back."""

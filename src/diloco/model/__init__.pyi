@@ -10,6 +10,7 @@ from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface import base_card as base_card
 from .huggingface import base_digest as base_digest
 from .huggingface import generation_settings as generation_settings
+from .language_model import ForeignModel as ForeignModel
 from .language_model import LanguageModel as LanguageModel
 from .language_model import LossParts as LossParts
 from .language_model import build_language_model as build_language_model

@@ -6,6 +6,7 @@ Only installed code runs: no code from a model's folder, and no pickles. Numbers
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -38,6 +39,7 @@ from diloco.model.language_model import LanguageModel, LossParts, build_language
 from diloco.model.settings import HuggingFaceSettings, ModelSettings
 from diloco.model.transformer import block_mask, boolean_mask
 from diloco.transport import ReplicaGroup
+from diloco.units import diff
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
@@ -106,10 +108,10 @@ class HuggingFaceModel(LanguageModel):
         head_width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
         self.attention_width = heads * head_width * self.num_layers  # as if every layer were full attention
         kinds = set(getattr(config, "layer_types", None) or ())
-        attends = kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
-        # a recurrent state would carry one document into the next
-        self.masks_documents = attends and "position_ids" in accepted and not getattr(wrapped, "_is_stateful", False)
-        self._has_windows = bool(kinds - {"full_attention"} or getattr(config, "sliding_window", None))
+        has_windows = bool(kinds - {"full_attention"} or getattr(config, "sliding_window", None))
+        # the masks of windows are of several kinds; and the balance loss would read a mask as one of tokens
+        self.maskings = ("positions", "masks by kind") if has_windows or self.balance_loss else ("mask", "positions")
+        self.masking = self.maskings[0]
 
     def forward(self, tokens: Tensor, cache: DynamicCache | None = None, documents: Tensor | None = None) -> Tensor:
         length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
@@ -182,6 +184,12 @@ class HuggingFaceModel(LanguageModel):
         definition: dict[str, Any] = {"architecture": type(self.wrapped).__name__, "config": config}
         return definition | ({"base": self.base} if self.base else {})
 
+    def configuration(self) -> dict[str, Any]:
+        options = dataclasses.asdict(self.settings.huggingface) if self.settings.lora_rank else {}
+        for name in ("weights", "attn_implementation"):  # where they are from, and how this machine computes
+            options.pop(name, None)
+        return _function_of(self.wrapped.config) | {f"arguments.{name}": value for name, value in options.items()}
+
     def to_huggingface(self) -> PreTrainedModel:
         """Return the model itself, in evaluation mode. Adapters are merged into the weights."""
         self.eval()
@@ -195,28 +203,40 @@ class HuggingFaceModel(LanguageModel):
         """Call a module of ``transformers``, whose output may have all rows in one."""
         if self._caches:
             arguments.setdefault("use_cache", False)
-        if documents is not None:
-            arguments |= self._apart(documents)
-            tokens = tokens.reshape(arguments["position_ids"].shape)
-        return module(input_ids=tokens, **arguments)
+        if documents is None:
+            return module(input_ids=tokens, **arguments)
+        apart = self._apart(documents)
+        tokens = tokens.reshape(apart["position_ids"].shape)
+        if self.masking != "masks by kind":
+            return module(input_ids=tokens, **arguments, **apart)
+
+        def with_masks(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return given, named | apart
+
+        # to the decoder alone, since the balance loss around it would read them as one of tokens
+        hook = self.wrapped.base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
+        try:
+            return module(input_ids=tokens, **arguments)
+        finally:
+            hook.remove()
 
     def _apart(self, documents: Tensor) -> dict[str, Any]:
         """Return the arguments that mask the documents of a row from each other."""
-        if not self.masks_documents:
-            raise ConfigurationError(
-                f"{type(self.wrapped).__name__} can't mask the documents of a packed row from each other. Give each "
-                "conversation its own row (--data.packing single), use --data.packing joined, or another architecture."
-            )
         positions = torch.arange(documents.shape[1], dtype=torch.int64, device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         restarted = positions - torch.where(begins, positions, 0).cummax(1).values
         implementation = str(self.wrapped.config._attn_implementation)
         if "flash" in implementation:  # the kernel for documents of any length takes one row
             return {"position_ids": restarted.reshape(1, -1)}
-        # transformers derives the masks of all kinds of layers from the positions; it would read a mask of documents in
-        # the balance loss of experts as one of tokens
-        if self._has_windows or self.balance_loss:
+        if self.masking == "positions":  # most architectures derive the masks of all their layers from them
             return {"position_ids": restarted}
+        if self.masking == "masks by kind":
+            from transformers.masking_utils import create_masks_for_generate
+
+            weight = self.wrapped.get_input_embeddings().weight
+            shaped = torch.empty((*documents.shape, 1), dtype=weight.dtype, device=documents.device)
+            masks = create_masks_for_generate(self.wrapped.config, shaped, None, None, position_ids=restarted)
+            return {"position_ids": restarted, "attention_mask": masks}
         if implementation == "flex_attention":
             return {"position_ids": restarted, "attention_mask": block_mask(documents)}
         mask = boolean_mask(documents)
@@ -254,6 +274,10 @@ def build_huggingface(
                 f"{settings.source} ({there}). Put the original model there."
             )
         base = weights_digest(folder) if stored else base
+    if definition and settings.lora_rank:
+        was = _config_of(definition.get("config"), {}, "the checkpoint", options)
+        if words := diff(_function_of(was), _function_of(config), "the checkpoint", f"{settings.source} now"):
+            raise ConfigurationError(f"{words}, so it is another model. Put the original {CONFIG_NAME} there.")
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
     if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
         config.pad_token_id = None  # it belongs to a larger vocabulary; nothing is padded here
@@ -393,6 +417,17 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
             "Use one such as Llama, Qwen3 or GPT-2, not quantised. For BERT and related models, set is_decoder = true."
         )
     return config
+
+
+_NOT_THE_FUNCTION = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+"""Entries of configurations with which a model computes the same, beside the names of tokens."""
+
+
+def _function_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return, as JSON, those entries of a configuration that decide what the model computes, without defaults."""
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    left_out = {name for name in values if name.startswith("_") or name.endswith("_token_id")} | _NOT_THE_FUNCTION
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _with_floats(value: Any) -> Any:

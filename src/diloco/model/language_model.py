@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm import group_layers, model_state, trainable_parameters, unfit_memory
 from diloco.errors import ConfigurationError
+from diloco.model.documents import leak_between_documents
 from diloco.model.loss import ENDS, cross_entropy_with_z_loss, projected_cross_entropy
 from diloco.model.settings import ModelSettings
 from diloco.plugins import call, takes
@@ -47,6 +48,10 @@ class LanguageModel(nn.Module):
     loss_chunk_tokens: int = 0
     compiled_loss: bool = False  # compute it in chunks whatever the batch, by compiled code
     whole_graphs: bool = False  # whether it is known that torch.compile traces its blocks without a break
+    # the ways in which `forward` may mask documents, which `keep_documents_apart` tries in this order
+    maskings: tuple[str, ...] = ("own",)
+    masking = "own"  # the way that it takes
+    documents_apart = False  # whether it has been checked
     # whether `loss` calls ``self(tokens)``, and so runs its hooks
     loss_calls_model: bool = True
     # names of the state that checkpoints leave out because the model's source has it: frozen weights next to adapters
@@ -101,6 +106,34 @@ class LanguageModel(nn.Module):
         """Return the loss of ``(batch, sequence, vocab)`` logits; see `loss`."""
         return LossParts(*cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss))
 
+    def keep_documents_apart(self) -> None:
+        """Check once, on a few tokens, that the documents of a packed row can't see each other; `forward` masks them.
+
+        Call it on all ranks of a replica, when the model has its values.
+
+        Raises:
+            ConfigurationError: they can; the message says what would work.
+        """
+        if self.documents_apart:
+            return
+        why = ""
+        for masking in self.maskings:
+            self.masking = masking
+            try:
+                why = leak_between_documents(self)
+            except (ConfigurationError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # any of the model's code
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            if not why:
+                self.documents_apart = True
+                return
+        raise ConfigurationError(
+            f"{type(getattr(self, 'wrapped', self)).__name__} can't mask the documents of a packed row from each other "
+            f"({why}). Give each conversation its own row (--data.packing single), use --data.packing joined, or "
+            "another architecture."
+        )
+
     def new_cache(self) -> Any:
         """Return an empty cache for one batch of sequences; None if the model has none."""
         return None
@@ -149,6 +182,10 @@ class LanguageModel(nn.Module):
         """Return, as JSON, what its settings do not say about the model: an argument of `build_language_model`, which
         then needs no source.
         """
+        return {}
+
+    def configuration(self) -> dict[str, Any]:
+        """Return, as JSON, what decides beside the weights which function the model is; {}: its settings say it."""
         return {}
 
     def to_huggingface(self) -> PreTrainedModel:

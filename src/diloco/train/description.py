@@ -92,10 +92,21 @@ def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     return build_language_model(with_vocabulary(settings.model, vocab_size), seed=0, device="meta")
 
 
-def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: str = "") -> dict[str, str]:
+def identity(
+    settings: RunSettings,
+    model: LanguageModel,
+    data: str = "",
+    base: str = "",
+    tokenizer: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Return what all replicas of a run must have in common, by name, the likeliest mistakes first.
 
-    ``model`` may be on the meta device; ``data`` is the fingerprint of the data, ``base`` from `untrained_digest`.
+    Args:
+        model: it may be on the meta device.
+        data: the fingerprint of the data.
+        base: from `untrained_digest`. The base of adapters must stay what it is; other stored weights are only where
+            the replicas begin.
+        tokenizer: the facts of the tokenizer.
     """
     train, network = settings.train, settings.network
     replicas = f"{network.replicas} of {network.replica_size} ranks"
@@ -107,7 +118,9 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": _model_fingerprint(trainable_parameters(model)),
-        **({"base model": base} if base else {}),
+        "configuration": _configuration_digest(settings, model),
+        **({"base model" if settings.model.lora_rank else "first weights": base} if base else {}),
+        **(tokenizer or {}),
         "algorithm": settings.algorithm,
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
         **outer,
@@ -129,6 +142,12 @@ def untrained_digest(settings: RunSettings, model: LanguageModel) -> str:
         return stored
     frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed))
     return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
+
+
+def _configuration_digest(settings: RunSettings, model: LanguageModel) -> str:
+    """Return a digest of what a model computes beside its weights, in whatever folder it lies."""
+    values = model.configuration() or settings.model.described()["arguments"]
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 def _model_fingerprint(parameters: Mapping[str, Tensor]) -> str:

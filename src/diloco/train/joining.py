@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.algorithm import local_shard, trainable_parameters
-from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, open_sound
+from diloco.checkpoint import LASTING, Checkpoint, list_checkpoints, open_checkpoint, open_sound
 from diloco.errors import (
     CheckpointError,
     ConfigurationError,
@@ -229,9 +229,9 @@ def find_beginning(session: Session) -> str | None:
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint of different data or a different model. `DiLoCo` compares what concerns its own state."""
     saved = checkpoint.fact("identity", dict)
-    if words := diff(saved, session.identity, str(checkpoint.path), "this run", ("model", "data")):
+    if words := diff(saved, session.identity, str(checkpoint.path), "this run", LASTING):
         raise CheckpointError(
-            f"{words}. Use the model, the files and the tokeniser with which the run started. Nothing was loaded."
+            f"{words}. Use the model, the files and the tokenizer with which the run started. Nothing was loaded."
         )
 
 

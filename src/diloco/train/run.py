@@ -41,7 +41,7 @@ from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.trained import evaluate, generate, read_weights, text_of
+from diloco.trained import check_origin, evaluate, generate, read_weights, text_of
 from diloco.units import format_count
 
 SAMPLE_TOKENS = 200
@@ -80,8 +80,14 @@ def run_training(
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless)
-    initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
+    # alone, only what stays frozen is ever compared: with the base of adapters when the run resumes
+    base = untrained_digest(settings, weightless) if meet or settings.model.lora_rank else ""
+    mine = identity(settings, weightless, corpus.fingerprint, base, corpus.tokenizer.facts)
+    initial = None
+    if settings.train.init_from is not None:
+        names = ("base model", "configuration", "tokenizer") if settings.model.lora_rank else ("tokenizer",)
+        check_origin(settings.train.init_from, {name: mine[name] for name in names})
+        initial = read_weights(settings.train.init_from, settings.model)
     fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings).endpoints)
     seed_process(settings.seed, fleet.local[0])
 

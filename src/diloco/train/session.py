@@ -330,6 +330,9 @@ class Session:
         if initial is not None:
             load_parameters(model, initial)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
+        end = ENDS if self.corpus.train.marks_ends else end
+        if end is not None:
+            model.keep_documents_apart()
         return InnerLoop(
             parallel,
             make_inner_optimizer(settings.optimizer, model, group, compiled=train.compile),
@@ -337,7 +340,7 @@ class Session:
             clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
             accumulation=train.gradient_accumulation,
-            end_of_document=ENDS if self.corpus.train.marks_ends else end,
+            end_of_document=end,
         )
 
     def _emit(self, event: Event) -> None:

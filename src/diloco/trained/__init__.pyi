@@ -1,5 +1,6 @@
 from .saved import REST as REST
 from .saved import Trained as Trained
+from .saved import check_origin as check_origin
 from .saved import export_adapter as export_adapter
 from .saved import export_huggingface as export_huggingface
 from .saved import exported_model as exported_model

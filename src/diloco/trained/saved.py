@@ -53,6 +53,7 @@ from diloco.model import (
 )
 from diloco.plugins import confirm, same_code
 from diloco.private_files import read_regular
+from diloco.units import diff
 from diloco.waiting import described
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def load_trained(
         device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
-            in the checkpoint is only compared with it.
+            in the checkpoint is only compared with it. Or where the base of adapters lies now, as ``hf:FOLDER``.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
         average_last: the number of checkpoints, the one of ``step`` and those before it, whose global parameters are
             averaged.
@@ -172,7 +173,8 @@ def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     described = checkpoint.fact("model", dict)
     stored = described.get("source")
     confirm(checkpoint.path, {"model.source": stored}, {} if source is None else {"model.source": source})
-    if source is not None and not same_code(stored, source):
+    moved = described.get("lora_rank") and str(source).startswith("hf:") and str(stored).startswith("hf:")
+    if source is not None and not same_code(stored, source) and not moved:
         raise _no_own_code(checkpoint.path, source)
     try:
         return ModelSettings.of(described | {"source": source or stored})
@@ -286,6 +288,22 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         parts = [checkpoint.values(part) for part in ("global", REST) if part in checkpoint.parts]
         return Lazy({name: (part, name) for part in parts for name in part}, lambda place: place[0][place[1]])
     return tensors_in([path])
+
+
+def check_origin(path: Path, mine: Mapping[str, str]) -> None:
+    """Refuse to begin from the run or checkpoint at ``path`` if its facts are not those of this run.
+
+    Args:
+        mine: facts by name, of what `diloco.train.identity` returns. Other folders and files say nothing about them.
+    """
+    if is_huggingface_folder(path) or path.suffix == ".safetensors":
+        return
+    saved = open_checkpoint(path).fact("identity", dict, {})
+    if words := diff(saved, mine, str(path), "this run", [name for name in mine if name in saved]):
+        raise ConfigurationError(
+            f"{words}, so its weights would mean something else here. Begin with the model and the tokenizer of that "
+            f"run (--data.tokenizer {run_folder(path)})."
+        )
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:

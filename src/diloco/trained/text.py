@@ -73,6 +73,8 @@ def evaluate(
     device, was_training = next(model.parameters()).device, model.training
     nats, count, dtype = 0.0, 0, getattr(torch, precision)
     num_bytes = tokens.target_bytes(*heldout_windows(tokens, sequence_length, sequences))
+    if end is not None:
+        model.keep_documents_apart()
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
