@@ -142,7 +142,8 @@ def last_error(printed: str) -> str:
     """Return the last line that names an error, or the last line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()] or ["(nothing printed)"]
     errors = [line for line in lines if re.match(r"(\[rank\d\]: ?)?[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines)[-1][:400]
+    own = [line for line in errors if "ChildFailedError" not in line]  # torchrun's, which follows the ranks' errors
+    return (own or errors or lines)[-1][:400]
 
 
 def free_port() -> int:

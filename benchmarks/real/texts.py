@@ -51,8 +51,10 @@ def conversations(work: Path, number: int = 20) -> Path:
 
 def figures(printed: str) -> str:
     """Return what training printed about held-out text and its loss."""
-    found = re.findall(r"held[- ]out[^\n]*|bits per byte[^\n]*|too little[^\n]*", printed)
-    return "; ".join(" ".join(line.split()) for line in dict.fromkeys(found))[:300]
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    told = [line[line.index("held out") :] for line in lines if "held out" in line and "held-out loss" not in line]
+    losses = re.findall(r"held-out loss [\d.]+|[\d.]+ bits per byte", printed)
+    return "; ".join([*told[:1], *losses[-2:]])[:300]
 
 
 def trained(diloco: Diloco, line: str) -> str:
