@@ -21,9 +21,10 @@ import json, os, sys, traceback
 replies = os.dup(1)
 from diloco.cli import main
 for line in sys.stdin:
-    words, output = json.loads(line)
-    opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(opened, 1), os.dup2(opened, 2), os.close(opened)
+    words, *outputs = json.loads(line)
+    for number, output in enumerate(outputs, start=1):
+        opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, number), os.close(opened)
     try:
         code = main(words)
     except SystemExit as end:
@@ -54,7 +55,7 @@ class Diloco:
     """A process that runs commands of the package one after the other in ``folder``, so that imports cost once."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.commands = folder, list[str]()
+        self.folder, self.commands, self.output = folder, list[str](), ""
         folder.mkdir(parents=True, exist_ok=True)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.server = subprocess.Popen(
@@ -71,20 +72,23 @@ class Diloco:
     def __call__(self, line: str, *words: str) -> str:
         """Run ``diloco LINE WORDS...`` and return what it printed. A line is divided at blanks.
 
+        ``output`` is then its standard output alone.
+
         Raises:
             RefusedError: if it ended with a sentence.
             WrongError: if it ended otherwise, or took longer than `LIMIT_S`.
         """
         assert self.server.stdin
         assert self.server.stdout
-        arguments, output = [*line.split(), *words], self.folder / "output.txt"
+        arguments, output, errors = [*line.split(), *words], self.folder / "output.txt", self.folder / "errors.txt"
         self.commands.append(" ".join(["diloco", *line.split(), *(repr(word) for word in words)]))
-        print(json.dumps([arguments, str(output)]), file=self.server.stdin, flush=True)
+        print(json.dumps([arguments, str(output), str(errors)]), file=self.server.stdin, flush=True)
         if not select.select([self.server.stdout], [], [], LIMIT_S)[0]:
             self.server.kill()
             raise WrongError(f"took longer than {LIMIT_S} s")
         code = self.server.stdout.readline().strip()
-        return judged(code, output.read_text("utf-8", "replace"))
+        self.output = output.read_text("utf-8", "replace")
+        return judged(code, self.output + errors.read_text("utf-8", "replace"))
 
     def said(self) -> str:
         """Return the commands since the last call."""
