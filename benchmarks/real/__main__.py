@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--torchft", type=Path, help="a checkout of meta-pytorch/torchft")
     parser.add_argument("--exogym", type=Path, help="a checkout of exo-explore/gym")
     given = parser.parse_args()
-    head = ["git", "-C", str(HERE), "rev-parse", "--short=8", "HEAD"]
+    head = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", "src"]
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     tries, work = Tries(given.group, commit), given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def main() -> int:
         exports.try_all(tries, work, given.only, converter)
     elif given.group == "peers":
         peers.try_all(tries, given.torchft, given.exogym)
-    rows.write(tries.rows)
+    rows.write([])
     return int(any(row.outcome == "FAILED" for row in tries.rows))
 
 

@@ -1,5 +1,6 @@
 """The rows of the benchmark: what was tried, with which version, and how it ended."""
 
+import fcntl
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -44,11 +45,16 @@ def read() -> list[Row]:
 
 
 def write(new: Iterable[Row]) -> None:
-    """Replace the rows of the same group and name, keep the others, and write the file and the page's tables."""
-    rows = {(row.group, row.name): row for row in (*read(), *new)}
-    ROWS.write_text("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows.values()), "utf-8")
-    text, mark, _ = PAGE.read_text("utf-8").partition(MARK)
-    PAGE.write_text(text + mark + tables(list(rows.values())), "utf-8")
+    """Replace the rows of the same group and name, keep the others, and write the file and the page's tables.
+
+    Several processes may write at the same time.
+    """
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = {(row.group, row.name): row for row in (*read(), *new)}
+        ROWS.write_text("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows.values()), "utf-8")
+        text, mark, _ = PAGE.read_text("utf-8").partition(MARK)
+        PAGE.write_text(text + mark + tables(sorted(rows.values(), key=lambda row: row.group)), "utf-8")
 
 
 def tables(rows: list[Row]) -> str:

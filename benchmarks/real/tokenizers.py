@@ -27,7 +27,8 @@ SMALL |= {"num_key_value_heads": 1, "max_position_embeddings": 256}
 NATIVE = "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.heads 2"
 PROMPT = "To be, or not"
 RUN = """--train.sequence-length 64 --batch-size 2 --replicas 2 --steps 30 --inner-steps 5 --device cpu
- --learning-rate 1e-2 --optimizer.warmup-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 --evaluation.sample-prompts --monitor.console plain"""
+ --learning-rate 1e-2 --optimizer.warmup-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8
+ --evaluation.sample-prompts --monitor.console plain"""
 TEXTS = (
     "To be, or not to be: that is the question.\n",
     "  indented\tand  double  blanks, naïve café, ﬁne, 中文, 🙂, é\n",

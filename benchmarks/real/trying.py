@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.real.rows import Row
+from benchmarks.real.rows import Row, write
 from benchmarks.real.running import RefusedError, WrongError
 
 
@@ -51,6 +51,7 @@ class Tries:
             took_s,
         )
         self.rows.append(row)
+        write([row])
         print(f"{row.outcome:8} {self.group} {name} ({took_s} s): {row.says[:300]}", flush=True)
         return outcome == "right"
 
