@@ -145,8 +145,8 @@ def nanogpt(checkout: Path, work: Path, way: str) -> list[dict[str, Any]]:
         words = [[*NANOGPT.split(), f"--out_dir=out-{m}"] for m in range(2)]
         return ends(run(words, folder, JOIN=f"127.0.0.1:{free_port()}"))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    words = [*torchrun, *NANOGPT.split(), "--gradient_accumulation_steps=2"]  # which it divides by the ranks
-    [printed] = run([words], folder)
+    line = [*torchrun, *NANOGPT.split(), "--gradient_accumulation_steps=2"]  # which it divides by the ranks
+    [printed] = run([line], folder)
     found = re.findall(r"^END \{.*\}$", printed, re.MULTILINE)
     return ends(found)
 

