@@ -18,6 +18,7 @@ from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
 from tests.integrations.turns import alone_of_two, in_turns
 from tests.lazy import Lazy
+from tests.same import same, same_values
 
 accelerate, of_accelerate = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
 pl, of_lightning = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
@@ -89,22 +90,22 @@ def trainer(given: Any, more: dict[str, Any], **others: Any) -> tuple[Any, Any]:
     return trainer, ours.add_to(trainer)
 
 
-# example -> how it is run, and whether its model ends with the global parameters
-FRAMEWORKS: dict[str, tuple[Callable[..., nn.Module], bool]] = {
-    "accelerate_loop": (by_accelerate, False),
-    "lightning_module": (by_lightning, True),
-    "hf_trainer": (by_trainer, True),
+# example -> how it is run
+FRAMEWORKS: dict[str, Callable[..., nn.Module]] = {
+    "accelerate_loop": by_accelerate,
+    "lightning_module": by_lightning,
+    "hf_trainer": by_trainer,
 }
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_its_replicas_are_those_of_the_plain_loop(name: str, tmp_path: Path) -> None:
-    """With two micro-batches per step."""
-    run, ends_global = FRAMEWORKS[name]
+    """With two micro-batches per step. All end with the global parameters."""
+    run = FRAMEWORKS[name]
     given = [options(tmp_path / str(m), "--accumulation 2", m, 2, of=name) for m in range(2)]
     models = in_turns(lambda m, transport: run(given[m], transport))
     for model, (local, shared) in zip(models, trained_by_us(given, name), strict=True):
-        assert_equal(dict(model.named_parameters()), shared if ends_global else local)
+        assert_equal(dict(model.named_parameters()), shared)
         assert not any(torch.equal(local[each], shared[each]) for each in local)
 
 
@@ -174,6 +175,132 @@ def test_a_trainer_evaluates_and_saves_the_global_parameters_and_resuming_is_exa
         assert torch.equal(again.local[name], watched.local[name]), name
         assert torch.equal(resumed.model.state_dict()[name], values), name
         assert not torch.equal(again.local[name], values), name
+
+
+NORM = SyncSchedule(inner_steps=10, overlap_steps=2)
+
+
+class Norm(nn.Module):
+    """A classifier with BatchNorm, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def examples(seed: int, number: int) -> list[dict[str, Any]]:
+    inputs = torch.randn(number, 8, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+    return [{"x": each, "labels": int(each[:4].argmax())} for each in inputs]
+
+
+def norm_by_trainer(replica: int, transport: Transport, out: Path) -> tuple[Any, nn.Module]:
+    arguments = transformers.TrainingArguments(
+        str(out),
+        max_steps=34,
+        eval_strategy="steps",
+        eval_steps=7,
+        save_steps=14,
+        report_to="none",
+        **(TRAINER | {"logging_steps": 100}),
+    )
+    made = transformers.Trainer(Norm(), arguments, train_dataset=examples(replica, 80), eval_dataset=examples(9, 40))
+    of_transformers.DiLoCoCallback(transport=transport, schedule=NORM).add_to(made)
+    made.train()
+    evaluated = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(evaluated) == 5
+    return (evaluated, load_file(out / "checkpoint-14" / "model.safetensors")), made.model
+
+
+def norm_by_lightning(replica: int, transport: Transport, out: Path) -> tuple[Any, nn.Module]:
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.validated = Norm(), []
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.net(**batch)["loss"]
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.validated.append(float(self.net(**batch)["loss"]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, loader = Module(), torch.utils.data.DataLoader
+    ours = of_lightning.DiLoCoCallback(transport=transport, schedule=NORM)
+    made = pl.Trainer(
+        max_steps=34,
+        callbacks=[ours],
+        check_val_every_n_epoch=None,
+        val_check_interval=7,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        **LIGHTNING,
+    )
+    made.fit(module, loader(examples(replica, 80), 8), loader(examples(9, 40), 40))
+    assert len(module.validated) == 4
+    return module.validated, module.net
+
+
+def norm_by_accelerate(replica: int, transport: Transport, out: Path) -> tuple[Any, nn.Module]:
+    accelerator, model = accelerate.Accelerator(cpu=True), Norm()
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with of_accelerate.AcceleratedDiLoCo(accelerator, net, optimizer, transport=transport, schedule=NORM) as diloco:
+        for step in range(34):
+            batch = torch.utils.data.default_collate(examples(replica, 80)[step % 10 :: 10])
+            accelerator.backward(net(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+    return None, model
+
+
+@pytest.mark.parametrize("run", [norm_by_trainer, norm_by_lightning, norm_by_accelerate])
+def test_replicas_with_batch_norm_evaluate_save_and_end_with_the_same_model(
+    run: Callable[..., tuple[Any, nn.Module]], tmp_path: Path
+) -> None:
+    (one, first), (other, second) = in_turns(lambda m, transport: run(m, transport, tmp_path / str(m)))
+    assert same(one, other)
+    assert same(first.state_dict(), second.state_dict())
+    assert bool(first.get_buffer("layers.1.running_mean").any())
+
+
+def test_the_last_line_of_a_trainer_counts_every_round(tmp_path: Path) -> None:
+    """The last fragment is merged when training ends, after the Trainer has computed that line."""
+    made, ours = trainer(options(tmp_path, of="hf_trainer"), {"max_steps": 41, "save_strategy": "no"})
+    made.train()
+    (last,) = (entry for entry in made.state.log_history if "train_loss" in entry)
+    assert last["diloco/rounds"] == ours.diloco.figures()["diloco/rounds"] == 2
+
+
+@pytest.mark.parametrize("best", [7, 14])
+def test_a_trainer_that_loads_its_best_checkpoint_ends_with_it(best: int, tmp_path: Path) -> None:
+    class Worse(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step != best)
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=21,
+        eval_strategy="steps",
+        eval_steps=7,
+        save_steps=7,
+        load_best_model_at_end=True,
+        report_to="none",
+        **TRAINER,
+    )
+    made = transformers.Trainer(Norm(), arguments, train_dataset=examples(0, 80), eval_dataset=examples(9, 40))
+    made.callback_handler.callbacks.insert(0, Worse())
+    of_transformers.DiLoCoCallback(schedule=SyncSchedule(inner_steps=6, overlap_steps=2)).add_to(made)
+    made.train()
+    assert made.state.best_model_checkpoint.endswith(f"-{best}")
+    saved = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    assert same_values(dict(made.model.state_dict()), saved)
 
 
 class Loop:

@@ -1,5 +1,6 @@
 """How integrations unwrap models and optimizers of a framework, and what they refuse."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
 from diloco.events import Event, RoundSent
 from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
 from tests.integrations.turns import alone_of_two
+from tests.same import same
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
@@ -23,7 +25,7 @@ def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:
     compiled = a_class_of("torch._dynamo.eval_frame", "OptimizedModule")()
     compiled._orig_mod = inner
     optimizer = torch.optim.SGD(inner.parameters())
-    assert unwrapped(nn.DataParallel(compiled), optimizer, None) == (inner, optimizer)
+    assert unwrapped(nn.DataParallel(compiled), optimizer) == (inner, optimizer)
 
 
 def test_what_keeps_its_parameters_to_itself_is_refused() -> None:
@@ -35,10 +37,10 @@ def test_what_keeps_its_parameters_to_itself_is_refused() -> None:
         model = a_class_of(module, name)()
         for holder in (model, nn.Sequential(nn.Linear(1, 1), model)):
             with pytest.raises(ConfigurationError, match=rf"can't work with {name}: {why}"):
-                unwrapped(holder, optimizer, None)
+                unwrapped(holder, optimizer)
     wrapped = a_class_of("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper", object)()
     with pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters"):
-        unwrapped(nn.Linear(1, 1), wrapped, None)
+        unwrapped(nn.Linear(1, 1), wrapped)
 
 
 def hosted(optimizer_of: Any = torch.optim.SGD, inner_steps: int = 3, **more: Any) -> tuple[HostedReplica, nn.Module]:
@@ -94,6 +96,25 @@ def test_a_refused_state_leaves_the_local_parameters_alone(wrong: str) -> None:
     with pytest.raises(CheckpointError, match="Nothing was loaded"):
         replica.resume(None)
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_state_saved_beside_the_global_model_gives_back_the_local_buffers() -> None:
+    def begun() -> tuple[HostedReplica, nn.Module]:
+        model = nn.BatchNorm1d(2)
+        replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=3)})
+        replica.begin(model, torch.optim.SGD(model.parameters()), None)
+        return replica, model
+
+    first, model = begun()
+    model(torch.ones(2, 2))
+    local = copy.deepcopy(model.state_dict())
+    with first.shown():
+        assert not same(dict(model.state_dict()), dict(local))
+        state = copy.deepcopy(first.state_dict())
+    second, again = begun()
+    second.load_state_dict(state)
+    second.resume(None)
+    assert same(dict(again.state_dict()), dict(local))
 
 
 @pytest.mark.parametrize("seed", [None, 0, 5])

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco import DiLoCo, SyncSchedule, connect_tcp
 from diloco.algorithm import local_shard
-from diloco.errors import ConfigurationError
 from diloco.integrations import load_state, save_state, unwrapped
-from diloco.transport import Address, InProcessTransport, LeaderTransport
+from diloco.transport import Address, InProcessTransport
 from tests.processes import Processes
 from tests.transport.nowhere import free_address
 from tests.transport.wires import QUICK
@@ -34,11 +33,9 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> tuple[str,
     wrapped: Any = DistributedDataParallel(model) if held == "whole" else fully_shard(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     alone = InProcessTransport(2).endpoint(replica)
-    with pytest.raises(ConfigurationError, match=rf"connect_tcp\(..., ranks='{held}'\)"):
-        unwrapped(wrapped, optimizer, alone if held == "whole" else LeaderTransport.__new__(LeaderTransport))
     where = {"replica": replica, "num_replicas": 2, "rendezvous": str(address)}
     with connect_tcp(**where, ranks=held, **PATIENT) as transport:
-        bare, _ = unwrapped(wrapped, optimizer, transport)
+        bare, _ = unwrapped(wrapped, optimizer)
         schedule = SyncSchedule(inner_steps=2, overlap_steps=1)
         with DiLoCo(bare, optimizer, transport=transport, schedule=schedule, codec="int8") as diloco:
             for step in range(5):

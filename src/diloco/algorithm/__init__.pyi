@@ -91,6 +91,7 @@ from .telemetry import measured_outer_step as measured_outer_step
 from .telemetry import sampled_ranges as sampled_ranges
 from .telemetry import spread as spread
 from .telemetry import spread_terms as spread_terms
+from .tensors import all_buffers as all_buffers
 from .tensors import all_parameters as all_parameters
 from .tensors import buffer_layout as buffer_layout
 from .tensors import check_buffers as check_buffers
@@ -98,6 +99,7 @@ from .tensors import collect_buffers as collect_buffers
 from .tensors import content_of as content_of
 from .tensors import local_shard as local_shard
 from .tensors import model_state as model_state
+from .tensors import named_buffers as named_buffers
 from .tensors import named_parameters as named_parameters
 from .tensors import persistent_buffers as persistent_buffers
 from .tensors import reshard as reshard

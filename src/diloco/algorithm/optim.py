@@ -198,13 +198,15 @@ class RebaseMerge:
 _PIECE_BYTES = 1 << 25  # GPU memory is copied and hashed in pieces of this size
 
 
-def digest_state(global_params: Tensor, state: OuterState) -> str:
+def digest_state(global_params: Tensor, state: OuterState, buffers: Mapping[str, Tensor] | None = None) -> str:
     """Return the digest of a fragment's global parameters, ``(numel,)``, and outer state as hexadecimal text.
+
+    ``buffers`` are those of the model that belong to it, if any do.
 
     >>> digest_state(torch.zeros(2), OuterState()) == digest_state(torch.zeros(2), OuterState(step=1))
     False
     """
-    return digest_tensors({f"{state.step}": global_params, **state.slots})
+    return digest_tensors({f"{state.step}": global_params, **state.slots, **(buffers or {})})
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:

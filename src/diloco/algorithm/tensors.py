@@ -69,12 +69,12 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> persistent buffer, each once, whatever the model's own ``state_dict`` contains."""
-    return _once(_all_buffers(model))
+    return _once(all_buffers(model))
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return each parameter and persistent buffer under each of its names, detached and on the same memory."""
-    return {name: tensor.detach() for name, tensor in [*all_parameters(model), *_all_buffers(model)]}
+    return {name: tensor.detach() for name, tensor in [*all_parameters(model), *all_buffers(model)]}
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -161,7 +161,8 @@ def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] =
             yield from _modules(child, prefix if child is content else f"{prefix}{name}.", above)
 
 
-def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+def all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return each persistent buffer under each of its names; one that several modules share has several."""
     return [
         (prefix + name, buffer)
         for prefix, module in _modules(model)
@@ -259,16 +260,26 @@ def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return torch.cat(floats) if floats else None, torch.cat(integers) if integers else None
 
 
-def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
-    """Copy the values returned by `collect_buffers` into the model's buffers, in their own dtype and device."""
+def named_buffers(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> dict[str, Tensor]:
+    """Return the values that `collect_buffers` returned under each name of their buffer, in its shape and dtype."""
+    values: dict[int, Tensor] = {}
     for source, buffers in zip((floats, integers), _split(model), strict=True):
         start = 0
         for buffer in buffers.values():
             assert source is not None
             stop = start + buffer.numel() * (1 if source is floats else buffer.element_size())
-            values = source[start:stop] if source is floats else source[start:stop].clone().view(buffer.dtype)
-            buffer.detach().copy_(values.view(buffer.shape))
+            part = source[start:stop]
+            part = part.to(buffer.dtype) if source is floats else part.clone().view(buffer.dtype)
+            values[id(buffer)] = part.view(buffer.shape)
             start = stop
+    return {name: values[id(buffer)] for name, buffer in all_buffers(model)}
+
+
+def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
+    """Copy the values returned by `collect_buffers` into the model's buffers, in their own dtype and device."""
+    values = named_buffers(model, floats, integers)
+    for name, buffer in persistent_buffers(model).items():
+        buffer.detach().copy_(values[name])
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from torch import nn
 from diloco.errors import from_extra
 from diloco.integrations.host import (
     StepWatch,
+    hold,
     load_state,
     refuse_unfit,
     replace_method,
@@ -35,7 +36,8 @@ class AcceleratedDiLoCo(DiLoCo):
     skipped counts as a step that trained nothing.
 
     ``accelerator.save_state`` and ``load_state`` also save and load DiLoCo's state, in files next to theirs. The model
-    that they save has the local parameters; for the global ones use ``with diloco.global_model() as model``.
+    that they save has the local parameters; for the global ones use ``with diloco.global_model() as model``. After the
+    ``with`` block the model has the global parameters, which are the same on all replicas.
     ``accelerator.log(diloco.figures())`` logs the rounds.
 
     Args:
@@ -61,7 +63,7 @@ class AcceleratedDiLoCo(DiLoCo):
         **arguments: Any,
     ) -> None:
         refuse_unfit(accelerator.distributed_type.name)
-        bare, inner = unwrapped(model, optimizer, transport)
+        bare, inner = unwrapped(model, optimizer)
         self._connected, self._hooks = ExitStack(), ExitStack()
         if transport is None:
             transport = self._connected.enter_context(replica_of_each_rank(model))
@@ -97,6 +99,8 @@ class AcceleratedDiLoCo(DiLoCo):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             super().__exit__(kind, *error)
+            if kind is None:
+                hold(self, self.global_values())
         finally:  # also if a round in flight has failed
             self.close()
             self._connected.__exit__(*sys.exc_info())

@@ -6,7 +6,6 @@ parameters are sharded, each rank saves its part in ``diloco/replica-M-rank-R-of
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -17,7 +16,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
@@ -28,13 +26,12 @@ from diloco.algorithm import (
     digest_tensors,
     holding,
     load_optimizer_state,
-    local_shard,
     named_parameters,
     reshard,
 )
 from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, TransportError
-from diloco.outer import DiLoCo, check_kinds
+from diloco.outer import DiLoCo, averaging_wrappers, check_kinds
 from diloco.state_tree import readable_state
 from diloco.transport import ProcessGroupTransport, Transport, connect_process_group
 from diloco.units import diff
@@ -64,12 +61,11 @@ def refuse_unfit(thing: object) -> None:
             )
 
 
-def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Any]:
+def unwrapped(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """Return the module and the optimizer inside the wrappers of torch, Accelerate and Lightning.
 
     Raises:
-        ConfigurationError: if DiLoCo can't work with one of them, or if ``transport`` does not match the way in which
-            the ranks of torch.distributed, whose gradients the framework averages, hold the model.
+        ConfigurationError: if DiLoCo can't work with one of them.
     """
     for module in model.modules():
         refuse_unfit(module)
@@ -79,13 +75,6 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
     while any(kind.__name__ in ("AcceleratedOptimizer", "LightningOptimizer") for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
         refuse_unfit(optimizer)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1 and transport is not None and _is_sharded(model) == transport.shared_by_ranks:
-        part, fitting = ("shards", "sharded") if _is_sharded(model) else ("all", "whole")
-        raise ConfigurationError(
-            f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {part} "
-            f"of its parameters. Use the transport of connect_tcp(..., ranks={fitting!r})."
-        )
     return model, optimizer
 
 
@@ -99,8 +88,7 @@ def replica_of_each_rank(model: nn.Module) -> Iterator[Transport | None]:
     if not dist.is_initialized() or dist.get_world_size() == 1 or _is_sharded(model):
         yield None
         return
-    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
-    wrappers = [each for each in wrappers if each is model or each.module is model]
+    wrappers = averaging_wrappers(model)
     try:
         for wrapper in wrappers:
             wrapper.require_backward_grad_sync = False  # as inside no_sync(), which restores this value
@@ -192,7 +180,7 @@ class HostedReplica:
         """Create the `DiLoCo` for the model and optimizer that a framework has wrapped; a callable connects first."""
         if callable(transport):
             transport = self.at_end.enter_context(transport())
-        bare, self.inner = unwrapped(model, optimizer, transport)
+        bare, self.inner = unwrapped(model, optimizer)
         if transport is None:
             transport = self.at_end.enter_context(replica_of_each_rank(model))
         try:
@@ -218,8 +206,7 @@ class HostedReplica:
         """During training, put the parameters that are to be evaluated or saved into the model."""
         if self.training and self.parameters == "global" and self.hidden is None:
             self.begun.check_model()
-            globals_held = holding(self.begun.named_parameters(), self.begun.named_global_params())
-            self.hidden = self._shown.enter_context(globals_held)
+            self.hidden = self._shown.enter_context(holding(self.begun.local_values(), self.begun.global_values()))
 
     def hide(self) -> None:
         """Put the local parameters back into the model."""
@@ -245,9 +232,9 @@ class HostedReplica:
             self.hide()
             self.begun.end()
             if instead is None and self.parameters == "global":
-                instead = self.begun.named_global_params()
+                instead = self.begun.global_values()
             if instead is not None:
-                _hold(self.begun, instead)
+                hold(self.begun, instead)
             self.at_end.close()
         finally:
             self.abandon()
@@ -290,28 +277,23 @@ class HostedReplica:
         if of_one_job(self.diloco):  # see `beside`
             return {"steps": self.diloco.steps}
         saves_globals = self.training and self.parameters == "global"
-        return state_of(self.diloco, (self.hidden or held_values(self.diloco)) if saves_globals else None)
+        return state_of(self.diloco, (self.hidden or self.diloco.local_values()) if saves_globals else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep what `state_dict` returned for `resume`."""
         self._loaded = state
 
 
-def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
-    """Return name -> this rank's part of each synchronised parameter, sharing its memory."""
-    return {name: local_shard(parameter) for name, parameter in diloco.named_parameters().items()}
-
-
-def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the synchronised parameters, which keep their dtype and device."""
-    for name, shard in held_values(diloco).items():
+def hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the synchronised parameters and buffers, which keep their dtype and device."""
+    for name, shard in diloco.local_values().items():
         shard.copy_(values[name])
 
 
 def state_of(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """Return the state that is saved beside a model.
 
-    ``local`` are the local parameters by name if the model that is saved holds the global ones, else None.
+    ``local`` are the local parameters and buffers by name if the model that is saved holds the global ones, else None.
     """
     return {"diloco": diloco.state_dict(), "local": local, "replica": diloco.transport.replica}
 
@@ -328,12 +310,12 @@ def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         mine: dict[str, Any] = {"replica": diloco.transport.replica}
         if local is not None:
             theirs |= {name: tuple(value.shape) for name, value in local.items()}
-            mine |= {name: tuple(value.shape) for name, value in held_values(diloco).items()}
+            mine |= {name: tuple(value.shape) for name, value in diloco.local_values().items()}
         if words := diff(theirs, mine, "the checkpoint", "this run"):
             raise CheckpointError(f"{words}. Resume each replica from its own checkpoint. Nothing was loaded.")
     diloco.load_state_dict(saved)
     if local is not None:
-        _hold(diloco, local)
+        hold(diloco, local)
 
 
 def save_state(
@@ -343,7 +325,8 @@ def save_state(
 
     Args:
         checkpoint: the framework's checkpoint folder.
-        local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
+        local: name -> local value of parameters and buffers, if the framework saves the global ones as the model; else
+            None.
         inner: the inner optimizer, whose state the framework saves of one rank, if each rank is a replica.
 
     Raises:
@@ -360,10 +343,10 @@ def save_state(
             f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
             "the other's model and optimizer. Give each replica its own folder."
         )
-    about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
+    about = {"replica": replica, "steps": diloco.steps, "model": _model_digest(diloco)}
     state = state_of(diloco, local)
     if together and inner is not None:
-        state |= {"local": local or held_values(diloco), "inner": inner.state_dict()}
+        state |= {"local": local or diloco.local_values(), "inner": inner.state_dict()}
     save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
 
 
@@ -386,7 +369,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool, inner: Op
             "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
-    if check_model and not of_one_job(diloco) and opened.about.get("model") != digest_tensors(held_values(diloco)):
+    if check_model and not of_one_job(diloco) and opened.about.get("model") != _model_digest(diloco):
         raise CheckpointError(
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."
@@ -395,6 +378,12 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool, inner: Op
     restore(diloco, state)
     if inner is not None and "inner" in state:
         load_optimizer_state(inner, state["inner"])
+
+
+def _model_digest(diloco: DiLoCo) -> str:
+    """Return the digest of the parameters that the model holds; a framework may leave buffers out of its file."""
+    held = diloco.local_values()
+    return digest_tensors({name: held[name] for name in diloco.named_parameters()})
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:

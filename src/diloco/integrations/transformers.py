@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco.errors import ConfigurationError, from_extra
-from diloco.integrations.host import HostedReplica, Parameters, held_values, replace_method, save_state
+from diloco.integrations.host import HostedReplica, Parameters, replace_method, save_state
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -65,6 +65,8 @@ class DiLoCoCallback(TrainerCallback):
         return self
 
     def _log(self, logging: Any, logs: dict[str, Any], *given: Any, **more: Any) -> None:
+        if "train_runtime" in logs:  # the last line, which the Trainer logs before `on_train_end`
+            self._end()
         if self.diloco is not None and {"loss", "train_loss"} & logs.keys():
             logs = logs | self.diloco.figures()
         logging(logs, *given, **more)
@@ -73,6 +75,7 @@ class DiLoCoCallback(TrainerCallback):
         if self.diloco is not None:
             raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
         self._replica.begin(given["model"], given["optimizer"], self.transport)
+        self._trainer = args, state
         if state.global_step:
             place = self.resume_from_checkpoint or args.resume_from_checkpoint
             folder = Path(place) if isinstance(place, str | Path) and Path(place).is_dir() else None
@@ -106,11 +109,16 @@ class DiLoCoCallback(TrainerCallback):
         if not args.save_only_model:
             save_state(folder, self._replica.begun, self._replica.hidden, self._replica.inner)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
         """Merge what is in flight, and leave the model with the chosen parameters, or the best that were loaded."""
-        best = None
+        if not self._replica.training:
+            return
+        (args, state), best = self._trainer, None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = {name: values.clone() for name, values in held_values(self._replica.begun).items()}
+            best = {name: values.clone() for name, values in self._replica.begun.local_values().items()}
         self._replica.end(best)
 
 

@@ -5,4 +5,5 @@ from .arguments import complete as complete
 from .arguments import frozen_digests as frozen_digests
 from .diloco import DiLoCo as DiLoCo
 from .fragment import Fragment as Fragment
+from .ranks import averaging_wrappers as averaging_wrappers
 from .recovery import StateRecovery as StateRecovery

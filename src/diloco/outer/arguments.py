@@ -195,18 +195,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_shards(model: nn.Module, ranks_per_replica: int) -> None:
-    """Raise `ConfigurationError` if the model is sharded over other ranks than those of one replica; 0: unknown."""
-    meshes = (p.device_mesh for p in trainable_parameters(model).values() if hasattr(p, "device_mesh"))
-    mesh = next(meshes, None)
-    if ranks_per_replica and mesh is not None and mesh.size() != ranks_per_replica:
-        raise ConfigurationError(
-            f"The model is sharded over {mesh.size()} ranks, but a replica has {ranks_per_replica}. Shard it over its "
-            "own ranks, as in fully_shard(model, mesh=mesh['shard']). Accelerate and the Trainer of transformers "
-            "shard over all ranks of a torchrun: start one for each replica, and use connect_tcp."
-        )
-
-
 def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
     """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
 

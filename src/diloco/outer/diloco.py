@@ -28,12 +28,12 @@ from diloco.algorithm import (
     RoundId,
     Send,
     SyncSchedule,
+    all_buffers,
     check_number,
-    collect_buffers,
     digest_state,
     holding,
+    local_shard,
     reshard,
-    restore_buffers_,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, Note, RoundCommitted, RoundVoid
@@ -43,12 +43,12 @@ from diloco.outer.arguments import (
     argument_facts,
     check_arguments,
     check_kinds,
-    check_shards,
     complete,
     frozen_facts,
     synchronised,
 )
 from diloco.outer.fragment import Fragment
+from diloco.outer.ranks import check_ranks
 from diloco.outer.recovery import StateRecovery
 from diloco.outer.state import greatest_of_ranks
 from diloco.protocol import Average
@@ -95,7 +95,8 @@ class DiLoCo:
             of its own. Both must start from the same weights, and take turns in one thread.
 
     Raises:
-        ConfigurationError: if arguments contradict each other, or differ between two replicas: then both raise it.
+        ConfigurationError: if arguments contradict each other, or differ between two replicas: then both raise it. Also
+            if something communicates among several replicas at every step, such as DistributedDataParallel.
         RendezvousError: if another replica is connected but does not construct its `DiLoCo` within the round time-out.
 
     >>> model = nn.Linear(2, 1)
@@ -138,6 +139,7 @@ class DiLoCo:
         self.schedule: SyncSchedule = arguments["schedule"]
         self.weight = weight
         self.steps = 0
+        self._optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._greatest = greatest_of_ranks(model)
         layouts = arguments["fragments"]
         self.fragments = tuple(Fragment(layout, arguments, self._greatest) for layout in layouts)
@@ -206,7 +208,7 @@ class DiLoCo:
         """Adopt the global parameters and outer state of one of ``donors``. No fragment may be in flight.
 
         With ``keep_work`` the local parameters keep the work since the last merge, so that the next round shares it;
-        else they become the global ones.
+        else they become the global ones, and the buffers the agreed ones.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
@@ -259,21 +261,40 @@ class DiLoCo:
         named = (fragment.layout.named(fragment.global_params).items() for fragment in self.fragments)
         return dict(itertools.chain.from_iterable(named))
 
+    def local_values(self) -> dict[str, torch.Tensor]:
+        """Return name -> this rank's part of each synchronised parameter and buffer, on the memory of the model."""
+        named = self.named_parameters() | dict(all_buffers(self.model))
+        return {name: local_shard(tensor) for name, tensor in named.items()}
+
+    def global_values(self) -> dict[str, torch.Tensor]:
+        """Return what the replicas have agreed on under the same names: global parameters, and buffers.
+
+        The buffers are those of the last average, or at first those with which all replicas began.
+        """
+        return self.named_global_params() | self.fragments[-1].named_buffers()
+
     def digest(self) -> str:
-        """Return a digest of all global parameters and outer state, as 32 hexadecimal digits. Each call reads them.
+        """Return a digest of all global parameters, outer state and agreed buffers, as 32 hexadecimal digits.
+
+        Each call reads them.
 
         Replicas that have finished the same rounds have the same digest. Compare it after the same step with nothing in
         flight: after the ``with`` block or after `drain`. If the ranks of a replica shard its parameters, each has the
         digest of its own shards.
         """
-        digests = [digest_state(fragment.global_params, fragment.state.outer) for fragment in self.fragments]
+        states = [fragment.state for fragment in self.fragments]
+        digests = [digest_state(state.values, state.outer, state.buffers) for state in states]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """Put the global parameters into the model inside a ``with`` block, e.g. to evaluate or export them."""
+        """Put the global parameters and the agreed buffers into the model inside a ``with`` block.
+
+        So what is evaluated or saved there is the same on all replicas. Persistent buffers, such as the running
+        statistics of BatchNorm, are those of the last average. At the end of the block the local values come back.
+        """
         self.check_model()
-        with holding(self.named_parameters(), self.named_global_params()):
+        with holding(self.local_values(), self.global_values()):
             try:
                 yield self.model
             finally:
@@ -291,9 +312,9 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the model and the inner optimizer, which the caller saves. Copies no tensors.
 
-        It contains the global parameters, the outer state, the position in the schedule, the contributions in flight
-        (submitting them again gives the same averages), the error-feedback residuals, the trained steps that no mean
-        contains yet, and the counters.
+        It contains the global parameters, the outer state, the agreed buffers, the position in the schedule, the
+        contributions in flight (submitting them again gives the same averages), the error-feedback residuals, the
+        trained steps that no mean contains yet, and the counters.
         """
         fragments = [fragment.state_dict() for fragment in self.fragments]
         return {"about": self._saved_facts, "steps": self.steps, "fragments": fragments}
@@ -333,12 +354,9 @@ class DiLoCo:
             self._merge(fragment)
 
     def _send(self, fragment: Fragment, outer_step: int) -> None:
-        """Submit the fragment; the model's buffers travel with the last one."""
-        fields: dict[str, Any] = {"base_weight": self.weight}
-        if fragment is self.fragments[-1]:
-            fields["buffers"], fields["integers"] = collect_buffers(self.model)
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
-        self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
+        sent = fragment.send(self.transport, outer_step, self.steps, window_steps, base_weight=self.weight)
+        self._on_event(sent)
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.
@@ -365,8 +383,6 @@ class DiLoCo:
         if reason:
             return self._on_event(fragment.drop(self.steps, reason))
         committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
-        if average.buffers is not None or average.integers is not None:
-            restore_buffers_(self.model, average.buffers, average.integers)
         self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:
@@ -388,7 +404,7 @@ class DiLoCo:
             )
 
     def _publish_and_compare(self, transport: Transport) -> None:
-        check_shards(self.model, transport.ranks_per_replica)
+        check_ranks(self.model, self._optimizers, transport)
         transport.publish(self.recovery.snapshot, self.recovery.version)
         if self._facts:
             transport.agree(self._facts)

@@ -29,6 +29,7 @@ from diloco.algorithm import (
     MergeRule,
     RoundId,
     bind,
+    collect_buffers,
     contribution_weight,
     encode_with_feedback,
     flatten,
@@ -37,13 +38,15 @@ from diloco.algorithm import (
     isotropic,
     largest_magnitude,
     local_shard,
+    named_buffers,
     reshard,
+    restore_buffers_,
     unflatten_,
 )
 from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError, TransportError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
-from diloco.outer.state import Direction, GlobalState, Greatest
+from diloco.outer.state import Direction, GlobalState, Greatest, buffers_of
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport, asked
 from diloco.waiting import in_thread
@@ -113,13 +116,17 @@ class Fragment:
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
         other = arguments["global_state_of"]
+        self.carries_buffers = layout is arguments["fragments"][-1]  # of the model
         matrices = hidden_matrices(self._model) if arguments["isotropic"] else {}
         direction = functools.partial(isotropic, layout=layout, matrices=matrices)
         # ranks that shard the parameters gather matrices, all at once in their training threads
         alone = greatest is list
         self._together: Direction = _same if alone else direction
         outer = arguments["outer_optimizer"], direction if alone else _same
-        self.state: GlobalState = other.fragments[self.index].state if other else GlobalState(self.local(), *outer)
+        if other is None:
+            self.state = GlobalState(self.local(), *outer, self._local_buffers())
+        else:
+            self.state = other.fragments[self.index].state
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -177,15 +184,14 @@ class Fragment:
         window_steps: int,
         *,
         base_weight: float,
-        **buffers: Any,
     ) -> RoundSent:
         """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
 
         With overlap, only copy the local parameters of a large fragment, and leave the rest to a thread, if the
         transport allows it. `settle` then raises the errors, and tells whether a value was out of range.
 
-        ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
-        fields of `Contribution`.
+        ``window_steps`` is the number of inner steps that the schedule has since the previous round; ``base_weight`` is
+        that of `Contribution`. The model's buffers travel with the last fragment.
         """
         if self.flight is not None:  # the caller goes on after `Pending.wait` has failed
             words = f"{self.flight.contribution.round} has no end, as waiting for its average has failed"
@@ -214,7 +220,7 @@ class Fragment:
             weight=contribution_weight(base_weight, self.submitted, window_steps),
             base_weight=base_weight,
             digest=self.state.digest(),
-            **buffers,
+            **self._local_buffers(),
         )
         if transport.average_later and (ready is not None or self.device.type == "cuda"):
             pending = transport.average_later(contribution, ready, self.state.prepare)
@@ -283,7 +289,7 @@ class Fragment:
     def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
 
-        If the average excludes this replica, its work stays in the local parameters.
+        If the average excludes this replica, its work stays in the local parameters. The buffers become the average's.
         """
         assert self.flight is not None, "a round is in flight"
         included = self.flight.contribution.replica in average.contributors
@@ -297,6 +303,8 @@ class Fragment:
         else:
             assert before is not None, "kept above"
             self._carry_over(before)
+        if buffers_of(average):
+            self.reset_buffers()
         self.committed += 1
         fields = {name: getattr(average, name) for name in _OF_AVERAGES} | {"total_weight": average.weight}
         fields |= {name: getattr(self.flight.contribution, name) for name in ("weight", "digest")}
@@ -327,6 +335,19 @@ class Fragment:
         others = [self.global_params] if sent is None else [self.global_params, sent]
         for local, values, *kept in self._local_parts(*others):
             rule.merge(local, values, kept[0] if kept else None)
+
+    def _local_buffers(self) -> dict[str, Any]:
+        return buffers_of(collect_buffers(self._model)) if self.carries_buffers else {}
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return name -> agreed value of each buffer that the fragment carries, in its shape and dtype, on the CPU."""
+        held = self.state.buffers
+        return named_buffers(self._model, held.get("buffers"), held.get("integers")) if self.carries_buffers else {}
+
+    def reset_buffers(self) -> None:
+        """Set the model's buffers to the agreed ones, if this fragment carries them."""
+        if self.carries_buffers:
+            restore_buffers_(self._model, self.state.buffers.get("buffers"), self.state.buffers.get("integers"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""

@@ -116,6 +116,7 @@ class StateRecovery:
                 else:
                     fragment.state.load(state, finished)
                     fragment.reset_local(AlphaMerge())
+                    fragment.reset_buffers()
                     fragment.trained = fragment.submitted = 0.0
                 self.begun_after = state.get("begun_after", 0)
                 yield progress(here=True)

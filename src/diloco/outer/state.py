@@ -60,9 +60,12 @@ class GlobalState:
     Any thread can copy it (`snapshot`) while the training thread changes it.
     """
 
-    def __init__(self, values: Tensor, optimizer: OuterOptimizer, direction: Direction) -> None:
+    def __init__(
+        self, values: Tensor, optimizer: OuterOptimizer, direction: Direction, buffers: Mapping[str, Tensor]
+    ) -> None:
         self.values = values  # ``(numel,)`` float32, theta
         self.outer = optimizer.init(values)
+        self.buffers = buffers  # those of the last average; see `buffers_of`
         self.finished_rounds = 0  # committed or void
         self.version = 0  # differs after every change
         self.users = 0  # replicas of this process that use it
@@ -94,7 +97,7 @@ class GlobalState:
 
     def digest(self) -> str:
         """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
-        return digest_state(self.values, self.outer) if self._digest is None else self._digest.result()
+        return self._digest_now() if self._digest is None else self._digest.result()
 
     def take_step(self, average: Average, *, keep: bool = False) -> tuple[Measures, Tensor | None]:
         """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11), once for all replicas that share it.
@@ -113,6 +116,7 @@ class GlobalState:
             if step is None:
                 step = self._stepped(average, self.values, self.outer)
             self.values, self.outer, self._last_mean = step.values, step.outer, step.mean
+            self.buffers = buffers_of(average) or self.buffers
             measures = step.measures
             self.finished_rounds = outer_step + 1
         self._last = outer_step, measures, before if self.users > 1 else None
@@ -135,7 +139,7 @@ class GlobalState:
         with self._lock:
             copies, version = self._copies(), self.version
         step = self._stepped(average, *copies)
-        return replace(step, version=version, digest=digest_state(*copies))
+        return replace(step, version=version, digest=digest_state(*copies, buffers_of(average) or self.buffers))
 
     def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
@@ -170,6 +174,7 @@ class GlobalState:
             "global_params": self.values,
             "outer_step": self.outer.step,
             "slots": dict(self.outer.slots),
+            "buffers": dict(self.buffers),
             "finished_rounds": self.finished_rounds,
         }
 
@@ -190,7 +195,9 @@ class GlobalState:
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         """Return the tensors and the outer step of a state; raise `FragmentError` unless it is finite and fits."""
         mine, theirs = _named(self.values, self.outer.slots), _named(state["global_params"], state["slots"])
-        ours, others = ({name: tuple(values.shape) for name, values in each.items()} for each in (mine, theirs))
+        buffers = state["buffers"]  # which may be infinite, as masks are
+        pairs = (mine | {**self.buffers}, theirs | {**buffers})
+        ours, others = ({name: f"{tuple(v.shape)} {v.dtype}" for name, v in each.items()} for each in pairs)
         if words := diff(others, ours, "the received state", "this fragment"):
             raise FragmentError(f"{words}. It must come from the same model, fragments and outer optimizer.")
         if odd := [name for name, values in theirs.items() if not math.isfinite(largest_magnitude(values))]:
@@ -207,18 +214,24 @@ class GlobalState:
             for name, values in _named(self.values, self.outer.slots).items():
                 values.copy_(theirs[name])
             self.outer.step = outer_step
+            self.buffers = {name: values.cpu().clone() for name, values in state["buffers"].items()}
             for average in averages:
                 self._optimizer.update(self.outer_mean(average.values), self.outer, self.values)
+                self.buffers = buffers_of(average) or self.buffers
             self.finished_rounds = finished_rounds
             self._last = (-1, {}, None)
 
     def digest_of(self, state: Mapping[str, Any]) -> str:
         """Return the digest of a received state that its holder would put into the header of a round."""
         slots = {name: state["slots"][name] for name in self.outer.slots}
-        return digest_state(state["global_params"], OuterState(int(state["outer_step"]), slots))
+        outer = OuterState(int(state["outer_step"]), slots)
+        return digest_state(state["global_params"], outer, {name: state["buffers"][name] for name in self.buffers})
 
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
+        return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values(), *self.buffers.values()))
+
+    def _digest_now(self) -> str:
+        return digest_state(self.values, self.outer, self.buffers)
 
     def _hash(self, digest: str = "") -> None:
         self._digest = None
@@ -234,7 +247,17 @@ class GlobalState:
         with beside_training(self.values.device):
             if queued:
                 torch.cuda.current_stream(self.values.device).wait_event(queued)
-            return digest_state(self.values, self.outer)
+            return self._digest_now()
+
+
+def buffers_of(of: Average | tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
+    """Return the buffers of a model that are in an average, or that `collect_buffers` returned, without those of None.
+
+    ``buffers``: the floating-point ones, ``(n,)`` float32; ``integers``: the bytes of all others, ``(n,)`` uint8.
+    """
+    floats, integers = of if isinstance(of, tuple) else (of.buffers, of.integers)
+    named = {"buffers": floats, "integers": integers}
+    return {name: values for name, values in named.items() if values is not None}
 
 
 def _copy(values: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from diloco.algorithm import (
     Contribution,
     RoundId,
     StepRate,
+    collect_buffers,
     contribution_weight,
     flatten,
     largest_magnitude,
     local_shard,
+    restore_buffers_,
     steps_to_train,
     trainable_parameters,
     trains_at,
@@ -109,10 +111,12 @@ def load_process_random(state: Mapping[str, Any]) -> None:
 class GradientAverager:
     """Replaces the gradients of one replica by their mean over all replicas, through the transport that DiLoCo uses.
 
+    The model's buffers become those of all replicas too, so that these still have the same model after the step.
     ``group`` are the ranks of the replica, each of which averages the values that it holds.
     """
 
     def __init__(self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup) -> None:
+        self.model = model
         self.parameters = list(trainable_parameters(model).values())
         self.transport = transport
         self.codec = codec
@@ -131,6 +135,7 @@ class GradientAverager:
         finite = self.group.all(math.isfinite(largest_magnitude(values)))
         for parameter in self.parameters:
             parameter.grad = None  # until `finish`, the payload has them
+        buffers, integers = collect_buffers(self.model)
         self._send(
             Contribution(
                 round=RoundId(-1, step),
@@ -140,6 +145,8 @@ class GradientAverager:
                 payload=self.codec.encode(values),
                 weight=contribution_weight(1.0, weight, 1),
                 withdrawn="" if finite else "gradients that are not finite",
+                buffers=buffers,
+                integers=integers,
             )
         )
         self.transport.tick()
@@ -155,7 +162,10 @@ class GradientAverager:
         while True:
             contribution, pending = self._sent
             try:
-                unflatten_(pending.wait().values, self._gradients())
+                average = pending.wait()
+                unflatten_(average.values, self._gradients())
+                if (average.buffers, average.integers) != (None, None):
+                    restore_buffers_(self.model, average.buffers, average.integers)
                 del self._sent  # it is as large as the model
                 return None
             except ViewChangedError:

@@ -78,8 +78,7 @@ def run_training(
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
-    if settings.algorithm in ("streaming", "diloco"):
-        check_buffers(weightless)
+    check_buffers(weightless)
     # alone, only what stays frozen is ever compared: with the base of adapters when the run resumes
     base = untrained_digest(settings, weightless) if meet or settings.model.lora_rank else ""
     mine = identity(settings, weightless, corpus.fingerprint, base, corpus.tokenizer.facts)

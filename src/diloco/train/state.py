@@ -62,6 +62,12 @@ class ReplicaState:
                 values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
         return values
 
+    def rest_of_model(self) -> dict[str, Tensor]:
+        """Return name -> tensor of the frozen parameters and the agreed buffers, which the saved model has as well."""
+        rest = rest_of_state(self.inner.model, self.parameters)
+        agreed = self.diloco.global_values() if self.diloco else {}
+        return {name: agreed.get(name, tensor) for name, tensor in rest.items()}
+
     def rest(self) -> dict[str, Any]:
         """Return all other state of this rank; what is shaped as a parameter is this rank's shard."""
         saved, diloco = self.inner.state_dict(), None
@@ -170,7 +176,7 @@ def save_session(
     states = [ReplicaState(replica.inner, replica.diloco) for replica in session.replicas]
     first, group = states[0], session.fleet.group
     parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
-    if rest := rest_of_state(session.replicas[0].model, first.parameters):
+    if rest := first.rest_of_model():
         parts[REST] = rest
     own = {}
     for replica, state in zip(session.replicas, states, strict=True):

@@ -9,7 +9,7 @@ a collective.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,7 +70,6 @@ class Transport(abc.ABC):
         view: the members that take part in the next round.
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
-        ranks_per_replica: the number of ranks that shard a replica's model; 0: not known.
         failure: why this replica takes part in no more rounds, or None if it does.
         network: the emulated links on a virtual clock; None: links are real, or infinitely fast.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
@@ -80,7 +79,6 @@ class Transport(abc.ABC):
     view: View
     network: VirtualNetwork | None = None
     shared_by_ranks: bool = False
-    ranks_per_replica: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     fetched_bytes: int = 0
@@ -138,6 +136,10 @@ class Transport(abc.ABC):
         Returns:
             The state, or a `TransportError` if no donor is a member of the view, has published anything, or answers.
         """
+
+    def ranks(self) -> Collection[int]:
+        """Return the ranks of torch.distributed that train this replica together; none: not known."""
+        return ()
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         """Return what `RoundCommitted.peers` says; nothing if this transport does not count it."""

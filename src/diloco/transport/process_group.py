@@ -14,7 +14,7 @@ import itertools
 import json
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -330,6 +330,10 @@ class ProcessGroupTransport(Transport):
             self._messages.send([data], self._ranks[self._roll_ranks.index(rank)], 0).wait()
 
     # Members.
+
+    def ranks(self) -> Collection[int]:
+        size, first = self.ranks_per_replica, self.replica * self.ranks_per_replica
+        return self._roll_ranks[first : first + size]
 
     def agree(self, facts: Mapping[str, str]) -> None:
         name, size = f"arguments ({next(self._agreements)})", self.ranks_per_replica

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -317,6 +317,10 @@ class LeaderTransport(Transport):
     def tick(self) -> None:
         if self.transport is not None:
             self.transport.tick()
+
+    def ranks(self) -> Collection[int]:
+        group = self.group.process_group
+        return () if group is None else dist.get_process_group_ranks(group)
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         return self.transport.traffic_by_peer() if self.transport is not None else {}

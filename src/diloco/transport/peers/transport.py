@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
+
+import torch.distributed as dist
 
 from diloco.algorithm import Contribution, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
@@ -106,6 +108,11 @@ class PeerTransport(Transport):
     def digests(self) -> dict[int, str]:
         """Fragment -> digest of the state behind this rank's last contribution."""
         return {fragment: each.digest for fragment, each in list(self._rounds.last.items())}
+
+    def ranks(self) -> Collection[int]:
+        if not dist.is_initialized():
+            return ()
+        return range(dist.get_world_size()) if self.rules.ranks_per_replica > 1 else (dist.get_rank(),)
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         size = self.rules.ranks_per_replica
