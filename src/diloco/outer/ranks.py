@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +26,10 @@ def averaging_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     found among all objects. Setting ``require_backward_grad_sync`` to False, as ``no_sync()`` does, switches it off.
     """
     mine = {id(parameter) for parameter in model.parameters()}
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    kinds = {DistributedDataParallel}
+    while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
+        kinds |= more
+    wrappers = [each for each in gc.get_objects() if type(each) in kinds]
     return [
         each
         for each in wrappers
@@ -36,7 +40,7 @@ def averaging_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 def check_ranks(model: nn.Module, optimizers: Iterable[Any], transport: Transport) -> None:
     """Raise `ConfigurationError` if ranks of other replicas take part in what happens at every step."""
     ranks = {*transport.ranks()}
-    if not ranks:
+    if not (ranks and dist.is_initialized()):
         return
     mesh = next((p.device_mesh for p in trainable_parameters(model).values() if hasattr(p, "device_mesh")), None)
     shards = set[int]() if mesh is None else {*mesh.mesh.flatten().tolist()}
@@ -81,9 +85,7 @@ def _others(model: nn.Module, optimizers: Iterable[Any]) -> Iterator[tuple[str, 
 
 
 def _members(group: Any) -> set[int]:
-    import torch.distributed as dist
-
-    return {*(dist.get_process_group_ranks(group) if dist.is_initialized() else [])}
+    return {*dist.get_process_group_ranks(group)}
 
 
 def _named(ranks: Iterable[int]) -> str:
