@@ -11,6 +11,7 @@ import argparse
 import itertools
 import math
 import sysconfig
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,27 @@ def share(options: argparse.Namespace) -> Dataset[tuple[Tensor, ...]]:
     return replica_share(TensorDataset(windows), replica=options.replica, num_replicas=options.replicas)
 
 
+def batches_after(accelerator: Accelerator, loader: DataLoader[Any], number: int) -> Iterator[Any]:
+    """Yield the batches that follow the first ``number`` of the run, epoch by epoch.
+
+    So a resumed run goes on exactly, also with dropout: the random numbers that starting an epoch again in its middle
+    would draw are put back. A loader with ``shuffle=True`` needs ``DataLoaderConfiguration(use_seedable_sampler=True)``
+    in the accelerator, so that the order depends on the epoch alone.
+    """
+    epoch, skipped = divmod(number, len(loader))
+    if skipped:
+        loader.set_epoch(epoch)
+        rest = iter(accelerator.skip_first_batches(loader, skipped))
+        with torch.random.fork_rng(devices=[]):
+            first = next(rest)
+        yield first
+        yield from rest
+        epoch += 1
+    for each in itertools.count(epoch):
+        loader.set_epoch(each)
+        yield from loader
+
+
 def train(accelerator: Accelerator, options: argparse.Namespace, transport: Transport | None) -> nn.Module:
     model = make_model(options)
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=options.learning_rate, betas=(0.9, 0.95))
@@ -104,7 +126,6 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
     # the scheduler is not prepared: a prepared one would step once per process
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(scheduler)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
     schedule = SyncSchedule(
         inner_steps=options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
@@ -114,7 +135,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
     ) as diloco:
         if options.resume is not None:
             accelerator.load_state(options.resume)  # also restores DiLoCo's state
-            batches = itertools.islice(batches, diloco.steps * options.accumulation, None)
+        batches = batches_after(accelerator, loader, diloco.steps * options.accumulation)
 
         while diloco.steps < options.steps:
             (windows,) = next(batches)
@@ -133,9 +154,8 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
                 accelerator.print({"step": diloco.steps, "loss": loss.item(), **diloco.figures()})
                 accelerator.save_state(options.out / f"step-{diloco.steps}")
 
-    with diloco.global_model() as agreed:  # the same on all replicas
-        accelerator.save_model(agreed, options.out / "model")
-    return agreed
+    accelerator.save_model(model, options.out / "model")  # the global parameters, the same on all replicas
+    return accelerator.unwrap_model(model)
 
 
 def connect(

@@ -38,7 +38,7 @@ def visible_lines(text: str) -> str:
 def diff(mine: Mapping[str, Any], theirs: Mapping[str, Any], us: str, them: str, names: Collection[str] = ()) -> str:
     """Return the first difference between what two sides are, among ``names`` (none: all), or "" if there is none.
 
-    Of values that are lists separated by "; " it names the items that only one side has.
+    Of values that are lists separated by "; " it names the items that only one side has. `GOES_ON` fits any value.
 
     >>> diff({"codec": "fp4", "seed": "0"}, {"codec": "int8"}, "replica 0", "replica 1")
     'replica 0 has codec = fp4 and replica 1 has codec = int8'
@@ -47,7 +47,7 @@ def diff(mine: Mapping[str, Any], theirs: Mapping[str, Any], us: str, them: str,
     """
     for name in names or dict.fromkeys([*mine, *theirs]):
         values = mine.get(name, "nothing"), theirs.get(name, "nothing")
-        if values[0] != values[1]:
+        if values[0] != values[1] and GOES_ON not in values:
             one, other = (dict.fromkeys(str(value).split("; ")) for value in values)
             only = ["; ".join(item for item in each if item not in rest) for each, rest in ((one, other), (other, one))]
             here, there = (each or "none of these" for each in only) if any(only) else map(str, values)
@@ -55,6 +55,9 @@ def diff(mine: Mapping[str, Any], theirs: Mapping[str, Any], us: str, them: str,
             return f"{us} has {fact} = {here} and {them} has {fact} = {there}"
     return ""
 
+
+GOES_ON = "those of a run that goes on"
+"""What a side says of itself that need not be as at the start of the run."""
 
 _MAX_FACT = 500
 

@@ -303,6 +303,50 @@ def test_a_trainer_that_loads_its_best_checkpoint_ends_with_it(best: int, tmp_pa
     assert same_values(dict(made.model.state_dict()), saved)
 
 
+@pytest.mark.parametrize("stop", [3, 10, 13, 27])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loop_of_accelerate_goes_on_exactly_with_dropout_and_shuffle(
+    stop: int, accumulation: int, tmp_path: Path
+) -> None:
+    """Stopped in an epoch of 10 batches, and at its end."""
+
+    def run(steps: int, *, resume: bool = False) -> tuple[list[list[float]], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        config = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True)
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=config
+        )
+        model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        data = torch.utils.data.TensorDataset(torch.arange(21.0).div(20)[:, None])
+        loader = torch.utils.data.DataLoader(data, batch_size=2, drop_last=True, shuffle=True)
+        net, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), loader)
+        seen = []
+        with of_accelerate.AcceleratedDiLoCo(
+            accelerator, net, optimizer, schedule=SyncSchedule(inner_steps=4, overlap_steps=1)
+        ) as diloco:
+            if resume:
+                accelerator.load_state(str(tmp_path))
+            batches = example("accelerate_loop").batches_after(accelerator, loader, diloco.steps * accumulation)
+            while diloco.steps < steps:
+                (inputs,) = next(batches)
+                seen.append(inputs.flatten().tolist())
+                with accelerator.accumulate(net):
+                    accelerator.backward((net(inputs) - 3 * inputs).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                diloco.step()
+            if steps == stop:
+                accelerator.save_state(str(tmp_path))
+            local = copy.deepcopy(model.state_dict())
+        return seen, local
+
+    whole, wanted = run(31)
+    first, _ = run(stop)
+    second, local = run(31, resume=True)
+    assert first + second == whole
+    assert same(dict(local), dict(wanted))
+
+
 class Loop:
     """A small model in an Accelerate loop whose micro-batches the test controls."""
 

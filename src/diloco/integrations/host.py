@@ -31,7 +31,7 @@ from diloco.algorithm import (
 )
 from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, TransportError
-from diloco.outer import DiLoCo, averaging_wrappers, check_kinds
+from diloco.outer import DiLoCo, averaging_wrappers, bare_optimizer, check_kinds
 from diloco.state_tree import readable_state
 from diloco.transport import ProcessGroupTransport, Transport, connect_process_group
 from diloco.units import diff
@@ -72,9 +72,8 @@ def unwrapped(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     while (content := content_of(model)) is not None:
         model = content
     refuse_unfit(optimizer)
-    while any(kind.__name__ in ("AcceleratedOptimizer", "LightningOptimizer") for kind in type(optimizer).__mro__):
-        optimizer = optimizer.optimizer
-        refuse_unfit(optimizer)
+    optimizer = bare_optimizer(optimizer)
+    refuse_unfit(optimizer)
     return model, optimizer
 
 
@@ -176,15 +175,21 @@ class HostedReplica:
         model: nn.Module,
         optimizer: Any,
         transport: Transport | Callable[[], AbstractContextManager[Transport]] | None,
+        *,
+        goes_on: bool = False,
     ) -> None:
-        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped; a callable connects first."""
+        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped; a callable connects first.
+
+        ``goes_on``: whether the framework has loaded a checkpoint, so that `resume` follows.
+        """
         if callable(transport):
             transport = self.at_end.enter_context(transport())
         bare, self.inner = unwrapped(model, optimizer)
         if transport is None:
             transport = self.at_end.enter_context(replica_of_each_rank(model))
         try:
-            self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
+            arguments = {"compare_weights": not goes_on} | dict(self._arguments)
+            self.diloco = DiLoCo(bare, self.inner, transport=transport, **arguments)
         except BaseException:
             self.abandon()
             raise

@@ -52,7 +52,8 @@ class DiLoCoCallback(Callback):
         refuse_unfit(trainer.strategy)
         if self.diloco is not None or len(trainer.optimizers) != 1:
             raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
-        self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], self.transport)
+        model, goes_on = trainer.strategy.model or pl_module, bool(trainer.global_step)
+        self._replica.begin(model, trainer.optimizers[0], self.transport, goes_on=goes_on)
         self._counted = trainer.global_step
         if trainer.global_step:
             self._replica.resume(self._replica.beside(trainer.ckpt_path))

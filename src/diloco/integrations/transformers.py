@@ -74,7 +74,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         if self.diloco is not None:
             raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
-        self._replica.begin(given["model"], given["optimizer"], self.transport)
+        self._replica.begin(given["model"], given["optimizer"], self.transport, goes_on=bool(state.global_step))
         self._trainer = args, state
         if state.global_step:
             place = self.resume_from_checkpoint or args.resume_from_checkpoint

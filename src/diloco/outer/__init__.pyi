@@ -3,6 +3,8 @@ from .arguments import check_arguments as check_arguments
 from .arguments import check_kinds as check_kinds
 from .arguments import complete as complete
 from .arguments import frozen_digests as frozen_digests
+from .copies import Copies as Copies
+from .copies import bare_optimizer as bare_optimizer
 from .diloco import DiLoCo as DiLoCo
 from .fragment import Fragment as Fragment
 from .ranks import averaging_wrappers as averaging_wrappers

@@ -53,6 +53,8 @@ _NAMED = 3  # the number of tensors that are always named; a digest covers all o
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
+FIRST_WEIGHTS = "first weights (seed all replicas alike, not by rank; compare_weights=False if a saved run goes on)"
+
 _CONTRACTS: Mapping[type, Callable[[Any], object]] = {
     Codec: lambda codec: check_codec(lambda: codec),
     OuterOptimizer: check_outer_optimizer,
@@ -257,10 +259,25 @@ def frozen_facts(model: nn.Module) -> dict[str, str]:
     return {"frozen parameters of these digests": _listed(frozen, _MAX_CHARACTERS)} if frozen else {}
 
 
+def first_weights(model: nn.Module) -> str:
+    """Return the trainable parameters and the buffers with digests of their values, all of which are read, as a fact.
+
+    Call it on all ranks that have shards.
+    """
+    tensors = trainable_parameters(model) | persistent_buffers(model)
+    digests = {name: digest_tensors({"": _whole(tensor).float()}) for name, tensor in tensors.items()}
+    return _listed([f"{name} {digest[:16]}" for name, digest in digests.items()], _MAX_CHARACTERS // 2)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
 def frozen_digests(model: nn.Module) -> dict[str, str]:
     """Return name -> digest of all values of each frozen parameter in memory. Call it on all ranks that have shards."""
     frozen = {name: parameter for name, parameter in named_parameters(model).items() if not parameter.requires_grad}
-    whole = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in frozen.items())
+    whole = ((name, _whole(each)) for name, each in frozen.items())
     return {name: digest_tensors(parts) for name, each in whole if (parts := dict(_dense_parts("", each)))}
 
 

@@ -38,15 +38,18 @@ from diloco.algorithm import (
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, Note, RoundCommitted, RoundVoid
 from diloco.outer.arguments import (
+    FIRST_WEIGHTS,
     Saved,
     Shared,
     argument_facts,
     check_arguments,
     check_kinds,
     complete,
+    first_weights,
     frozen_facts,
     synchronised,
 )
+from diloco.outer.copies import Copies, bare_optimizer
 from diloco.outer.fragment import Fragment
 from diloco.outer.ranks import check_ranks
 from diloco.outer.recovery import StateRecovery
@@ -54,7 +57,7 @@ from diloco.outer.state import greatest_of_ranks
 from diloco.protocol import Average
 from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport, asked
-from diloco.units import diff
+from diloco.units import GOES_ON, diff
 
 
 class DiLoCo:
@@ -91,6 +94,9 @@ class DiLoCo:
         on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
             other failure. None warns of failures, once for each reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
+        compare_weights: Whether to compare the first weights as well. False if the run goes on from a saved state, and
+            the model already has the local weights of this replica. If the inner optimizer has a state, they are
+            compared only in the first step, unless `load_state_dict` or `take_over` was called before.
         global_state_of: Another replica of this process, whose global parameters and outer state this one uses instead
             of its own. Both must start from the same weights, and take turns in one thread.
 
@@ -130,6 +136,7 @@ class DiLoCo:
         mean_codec: Shared[Codec | str] = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
+        compare_weights: bool = True,
         global_state_of: DiLoCo | None = None,
     ) -> None:
         arguments = complete(model, {name: value for name, value in locals().items() if name != "self"})
@@ -142,14 +149,20 @@ class DiLoCo:
         self._optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._greatest = greatest_of_ranks(model)
         layouts = arguments["fragments"]
-        self.fragments = tuple(Fragment(layout, arguments, self._greatest) for layout in layouts)
+        copies = Copies(self._optimizers)
+        self.fragments = tuple(Fragment(layout, arguments, self._greatest, copies) for layout in layouts)
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         self._listen = on_event or _Warnings()
         self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
         self._synchronised = synchronised(model, self.named_parameters())
         self._saved_facts = argument_facts(model, arguments, "saved")
         self._facts = argument_facts(model, arguments) | frozen_facts(model) if compare_arguments else {}
-        self._publish_and_compare(self.transport)
+        compare_weights = compare_arguments and compare_weights and not self.transport.joining
+        goes_on = any(bare_optimizer(each).state for each in self._optimizers)  # perhaps; see `load_state_dict`
+        weights = first_weights(model) if compare_weights else GOES_ON
+        self._weights_to_compare = weights if goes_on else GOES_ON
+        self._publish_and_compare(self.transport, GOES_ON if goes_on else weights)
+        self._note(*copies.doubts)
 
     def step(self, trained: float = 1.0) -> None:
         """Count an inner step, then send and merge the fragments that the schedule names. Only a merge can block.
@@ -163,6 +176,9 @@ class DiLoCo:
 
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
+        if (weights := self._weights_to_compare) != GOES_ON:
+            self._weights_to_compare = GOES_ON
+            self.transport.agree(self._facts | {FIRST_WEIGHTS: weights})
         if not 0 <= trained <= 1:  # at each step, where naming the fault would cost 10 us
             check_number("trained", trained, ge=0, le=1)
         actions = self.schedule.actions(self.steps + 1)
@@ -211,6 +227,7 @@ class DiLoCo:
         else they become the global ones, and the buffers the agreed ones.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
+        self._weights_to_compare = GOES_ON
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             self._on_event(fetched)
 
@@ -340,6 +357,7 @@ class DiLoCo:
                 for fragment, saved, outer_step in zip(self.fragments, state["fragments"], last, strict=True)
             ]
         self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
+        self._weights_to_compare = GOES_ON
         self.steps = steps
         # contributions are submitted in the order in which they were sent
         for index in sorted(range(len(loaders)), key=lambda index: self.schedule.sent_at(index, last[index])):
@@ -403,11 +421,11 @@ class DiLoCo:
                 "replica first. Nothing was changed."
             )
 
-    def _publish_and_compare(self, transport: Transport) -> None:
+    def _publish_and_compare(self, transport: Transport, weights: str = GOES_ON) -> None:
         check_ranks(self.model, self._optimizers, transport)
         transport.publish(self.recovery.snapshot, self.recovery.version)
         if self._facts:
-            transport.agree(self._facts)
+            transport.agree(self._facts | {FIRST_WEIGHTS: weights})
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ from diloco.algorithm import (
 from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError, TransportError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.outer.copies import Copies
 from diloco.outer.state import Direction, GlobalState, Greatest, buffers_of
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport, asked
@@ -90,11 +92,14 @@ class Fragment:
     ``arguments`` are those of `DiLoCo` with their defaults.
     """
 
-    def __init__(self, layout: FragmentLayout, arguments: Mapping[str, Any], greatest: Greatest) -> None:
+    def __init__(
+        self, layout: FragmentLayout, arguments: Mapping[str, Any], greatest: Greatest, copies: Copies
+    ) -> None:
         self._model: nn.Module = arguments["model"]
         self._merge: MergeRule = arguments["merge"]
         self._decay = float(arguments["error_feedback"])
         self._greatest = greatest
+        self._copies = copies
         # ranks that shard the parameters decide together whether all values are finite, so no thread does
         self._overlaps = arguments["schedule"].overlap_steps > 0 and greatest is list
         self._template = Contribution(  # what all contributions of the fragment share
@@ -333,8 +338,9 @@ class Fragment:
     def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
         """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
         others = [self.global_params] if sent is None else [self.global_params, sent]
-        for local, values, *kept in self._local_parts(*others):
-            rule.merge(local, values, kept[0] if kept else None)
+        with self._moving_copies():
+            for local, values, *kept in self._local_parts(*others):
+                rule.merge(local, values, kept[0] if kept else None)
 
     def _local_buffers(self) -> dict[str, Any]:
         return buffers_of(collect_buffers(self._model)) if self.carries_buffers else {}
@@ -406,8 +412,21 @@ class Fragment:
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
-        for local, old, new in self._local_parts(before, self.global_params):
-            local.add_(new - old)
+        with self._moving_copies():
+            for local, old, new in self._local_parts(before, self.global_params):
+                local.add_(new - old)
+
+    @contextmanager
+    def _moving_copies(self) -> Iterator[None]:
+        """Move what the inner optimizer keeps of the local parameters by as much as these move inside the block."""
+        copies = [self._copies.of(parameter) for parameter in self.parameters]
+        before = self.local() if any(copies) else None
+        yield
+        if before is not None:
+            moved = torch.split(self.local().sub_(before), [local_shard(each).numel() for each in self.parameters])
+            for tensors, change in zip(copies, moved, strict=True):
+                for tensor in tensors:
+                    tensor.add_(change.view(tensor.shape).to(tensor.device))
 
     def _local_parts(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the local parameters, to be changed in place, with the same pieces of other vectors.

@@ -72,12 +72,14 @@ class Transport(abc.ABC):
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
         failure: why this replica takes part in no more rounds, or None if it does.
         network: the emulated links on a virtual clock; None: links are real, or infinitely fast.
+        joining: whether the others already train, and this replica has not become a member yet.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
     replica: int
     view: View
     network: VirtualNetwork | None = None
+    joining: bool = False
     shared_by_ranks: bool = False
     sent_bytes: int = 0
     received_bytes: int = 0

@@ -288,6 +288,10 @@ class LeaderTransport(Transport):
         self.transport = transport  # to the other replicas, at position 0; None on the other ranks
         self.replica = int(self.shared(lambda leader: leader.replica))
 
+    @property
+    def joining(self) -> bool:  # type: ignore[override]  # nobody sets it here
+        return bool(self.shared(lambda leader: leader.joining))
+
     def average(self, contribution: Contribution) -> Pending:
         kept, round_id = list[Pending](), contribution.round
         self.shared(lambda leader: kept.append(leader.average(contribution)))

@@ -99,6 +99,10 @@ class PeerTransport(Transport):
         return TransportError(fault) if fault else self.views.failure
 
     @property
+    def joining(self) -> bool:  # type: ignore[override]  # nobody sets it here
+        return not self.views.is_member
+
+    @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends."""
         paced = any(math.isfinite(peer.pace.bits_per_s) for peer in self.links.by_rank.values())
