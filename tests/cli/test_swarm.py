@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
 
 
 STATUS = ["status", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
-HERE = PeerReport("QmHere", 0, Status(replica=0, step=7, members=(0, 2), digest="ab"))
+HERE = PeerReport("QmHere", 0, Status(replica=0, step=7, members=(0, 2), round="fragment 0, outer step 1", digest="ab"))
 Ask = Callable[..., None]
 
 
@@ -180,8 +180,11 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
         (PeerReport("Qm", 1, problem="x", objection="its run has a secret"), "refuses", "Qm: it answers, but its run"),
         (PeerReport("Qm", 2, Status(state="joining", state_expected_bytes=9, state_received_bytes=8)),
          "joining, 88 %", ""),
-        (PeerReport("Qm", 2, Status(step=9, digest="cd")), "9", ""),
-        (PeerReport("Qm", 2, Status(step=7, digest="cd")), "7", "peers at the same step show different digests"),
+        (PeerReport("Qm", 2, Status(step=9, digest="cd", round="fragment 0, outer step 2")), "9", ""),
+        (PeerReport("Qm", 2, Status(step=7, digest="cd", round="fragment 1, outer step 1")), "7", ""),
+        (PeerReport("Qm", 2, Status(step=8)), "8", ""),
+        (PeerReport("Qm", 2, Status(step=7, digest="cd", round="fragment 0, outer step 1")), "7",
+         "peers show different digests of the state before the same round"),
     ],
 )  # fmt: skip
 def test_status_of_a_peer(

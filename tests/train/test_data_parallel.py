@@ -20,6 +20,7 @@ from diloco.train import (
     InnerLoop,
     OptimizerSettings,
     ParallelModel,
+    Session,
     average_gradients,
     make_inner_optimizer,
 )
@@ -27,6 +28,32 @@ from diloco.transport import ReplicaGroup
 from tests.faults import Fault, FaultyTransport
 
 MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "words"),
+    [
+        ("diloco", 50, "the replicas are in their shared start; others join after step 200, in about 2m30s"),
+        ("streaming", 0, "the replicas are in their shared start; others join after step 200"),
+        (
+            "data-parallel",
+            50,
+            "the replicas average gradients at every step, and only DiLoCo and Streaming DiLoCo can be",
+        ),
+    ],
+)
+def test_who_asks_to_join_while_gradients_are_averaged_is_told_until_when(
+    algorithm: str, steps: int, words: str
+) -> None:
+    totals = SimpleNamespace(steps=steps, compute_s=40.0, exchange_s=10.0)
+    settings = SimpleNamespace(algorithm=algorithm, train=SimpleNamespace(data_parallel_steps=200))
+    session = mock.Mock(averages_gradients=True, totals=totals, settings=settings)
+    Session.open_to_joiners(session)
+    ((told,), _) = session.fleet.close_to_joiners.call_args
+    assert told.startswith(words)
+    session.averages_gradients = False
+    Session.open_to_joiners(session)
+    session.fleet.close_to_joiners.assert_called_with("")
 
 
 def batch(seed: int, size: int = 2) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -264,6 +265,43 @@ def test_who_names_addresses_waits_for_a_member_and_founds_only_if_it_says_so(sw
     )
     assert (founder.joining, joiner.joining) == (False, True)
     assert founder.swarm == joiner.swarm
+
+
+def test_who_comes_in_the_shared_start_is_told_for_how_long_it_waits_and_does_not_give_up(
+    swarms: Swarms, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waited for "a member", and would have given up before a long shared start ended. It was called "gone"."""
+    first = swarms.peer(0).transport
+    why = "the replicas are in their shared start; others join after step 200, in about 3m00s"
+    first.views.closed_to_joiners = why
+    states: list[str] = []
+
+    async def look() -> None:
+        async with open_status_client(swarms.key(9), NodePlace(join=at, listen=(), map_ports=False), ours) as client:
+            seen = await client.ask()
+            states.extend(absences(seen))
+
+    def open_door() -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while "joining" not in states or f"({why}) for 4 s" not in caplog.text:
+            assert time.monotonic() < deadline_s, (states, caplog.text)
+            asyncio.run(look())
+        first.views.closed_to_joiners = ""
+
+    ours, at = Admission("run"), swarms.addresses_of(first)
+    joiner, opened = at_once([lambda: swarms.peer(1, [first], rendezvous_timeout_s=3.0), open_door])
+    assert opened is None, opened
+    assert joiner.joining
+
+
+def test_two_that_can_not_reach_each_other_are_told_that_they_need_a_relay(
+    swarms: Swarms, relay: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("no route")))
+    looks: dict[str, Any] = {"run": "far", "at": [relay], "rendezvous_timeout_s": 5.0}
+    told = at_once([lambda: swarms.peer(1, **looks), lambda: swarms.peer(2, **looks)])
+    assert all("can't be reached. If both are behind routers, they need a relay" in str(each) for each in told), told
+    assert "can't be reached. If both are behind routers, they need a relay" in caplog.text
 
 
 def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path) -> None:

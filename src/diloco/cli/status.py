@@ -61,6 +61,11 @@ class SwarmOptions:
 class StatusOptions(SwarmOptions):
     """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
 
+    The columns of a swarm: the step; the number of the view, and of its members; tokens/s of the last step;
+    pace, the share of the steps that the peer trains (--network.straggler dynamic); link, the highest rate of late at
+    which it sent, once it has sent enough to measure it; moved, the bytes of contributions that it has sent and
+    received; digest, of the state before its newest round. What is not known yet is empty.
+
     Examples:
       diloco status runs/streaming-tiny
       diloco status runs/streaming-tiny/checkpoints/step-00000300 --json
@@ -175,7 +180,7 @@ def _table(reports: Sequence[PeerReport]) -> str:
 def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
     if status is None:
-        return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
+        return [peer.peer_id, str(peer.number), absent, *[""] * 7]
     state, expected = status.state, status.state_expected_bytes
     if state == "joining" and expected:  # the share of the others' state that it has received
         state += f", {100 * status.state_received_bytes // expected} %"
@@ -184,11 +189,11 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
         status.name or str(status.replica),
         state,
         str(status.step),
-        f"{status.view} of {len(status.members)}",
-        "-" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
-        "-" if status.pace is None else f"{status.pace:.0%}",
-        "-" if status.link_bits_per_s is None else format_rate(status.link_bits_per_s),
-        format_bytes(status.sent_bytes + status.received_bytes),
+        f"{status.view} ({len(status.members)})" if status.members else "",
+        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
+        "" if status.pace is None else f"{status.pace:.0%}",
+        "" if status.link_bits_per_s is None else format_rate(status.link_bits_per_s),
+        format_bytes(moved) if (moved := status.sent_bytes + status.received_bytes) else "",
         status.digest[:8],
     ]
 
@@ -206,11 +211,11 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
         }
         if absent and each.problem:
             yield f"{each.peer_id}: {reasons[absent]}"
-    states = {(each.status.step, each.status.digest) for each in reports if each.status and each.status.digest != "-"}
-    if len(states) > len({step for step, _ in states}):
+    states = {(each.status.round, each.status.digest) for each in reports if each.status and each.status.digest}
+    if len(states) > len({newest for newest, _ in states}):
         yield (
-            "peers at the same step show different digests. If they still do in the next query, their states differ, "
-            "and the next round decides which one all of them adopt"
+            "peers show different digests of the state before the same round. If they still do in the next query, "
+            "their states differ, and the next round decides which one all of them adopt"
         )
     if not reports:
         yield (

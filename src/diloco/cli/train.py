@@ -283,6 +283,8 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
         nowhere = "nobody can join here yet: forward a port, or --join a `diloco relay` and wait for 3 minutes"
         say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
+        if limits := fleet.directory.limits_of_reach():
+            say(limits)
         return fleet
 
     code = _train(plan, folder, meet)

@@ -27,6 +27,7 @@ from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 from diloco.transport import Transport
+from diloco.units import format_duration
 
 
 @dataclass
@@ -94,7 +95,14 @@ class Session:
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
-        self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
+        why, steps = "", self.settings.train.data_parallel_steps
+        if self.averages_gradients and self.settings.algorithm == "data-parallel":
+            why = "the replicas average gradients at every step, and only DiLoCo and Streaming DiLoCo can be joined"
+        elif self.averages_gradients:
+            spent_s, left = self.totals.compute_s + self.totals.exchange_s, steps - self.totals.steps
+            about = f", in about {format_duration(left * spent_s / self.totals.steps)}" if self.totals.steps else ""
+            why = f"the replicas are in their shared start; others join after step {steps}{about}"
+        self.fleet.close_to_joiners(why)
 
     def step(self) -> StepFinished:
         """Run one scheduled inner step of every replica and the synchronisation that is due after it.
@@ -121,6 +129,8 @@ class Session:
         compute_s = stepped_s - started_s - averaging_s
         self.totals.compute_s += compute_s
         self.totals.exchange_s += averaging_s + finished_s - stepped_s
+        if self.averages_gradients:
+            self.open_to_joiners()  # once the shared start has ended, which takes less time from step to step
         if pace is not None:
             if trained:
                 pace.trained(compute_s)

@@ -125,7 +125,15 @@ async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = 
 
 
 class NotNowError(OSError):
-    """A reachable process can't answer a question now, for example because it is starting or joining itself."""
+    """A reachable process can't answer a question now, for example because it is starting or joining itself.
+
+    Attributes:
+        reason: why not, as it says; "" if it does not answer.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 async def question(
@@ -142,7 +150,7 @@ async def question(
     except RefusedError as error:
         if error.for_good:
             raise RendezvousError(f"{address} refuses: {str(error).removesuffix('.')}.") from error
-        raise NotNowError(f"{address} can't answer yet: {error}") from error
+        raise NotNowError(f"{address} can't answer yet: {error}", str(error)) from error
     except TransportError as error:
         raise NotNowError(f"{address} answered with what is no answer: {error}") from error
     except (EOFError, OSError) as error:

@@ -73,7 +73,7 @@ def connect(
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
         directory = place.directory(transport, held_step, lost)
         connections = transport.connections
-        with waiting_for(directory.awaited, directory.patience_s):
+        with waiting_for(directory.subject):
             view = connections.call(directory.find())
         directory.settle()
         transport.begin(view, member=not directory.joining, closed=closed)

@@ -77,6 +77,7 @@ class Directory:
         self.join_window_s, self.alone = join_window_s, alone and self.me.last is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
+        self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
         self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
@@ -107,6 +108,10 @@ class Directory:
     def listens_at(self) -> tuple[str, ...]:
         """Return where others can join, loopback addresses last. For the training thread."""
         return (str(self.transport.address),)
+
+    def limits_of_reach(self) -> str:
+        """Return why others may not reach those addresses, and what to do; "" if nothing is known."""
+        return ""
 
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name. For the training thread."""
@@ -145,6 +150,13 @@ class Directory:
         finished = len(self.transport.finishers & members)  # fewer than could lie have just left
         over = finished >= byzantine_quorum(len(members))
         return "the others have finished the run, and no member is left to join." if over else ""
+
+    def subject(self) -> str:
+        """Return what this process waits for, for a report."""
+        if self.postponed:
+            return f"those that are there to let others join ({self.postponed})"
+        limit = f" (gives up after {self.patience_s:g} s)" if math.isfinite(self.patience_s) else ""
+        return f"{self.awaited()}{limit}"
 
     def awaited(self) -> str:
         number = "other" if self.me.last is None else len(self.me.last.members)
@@ -242,6 +254,7 @@ class Directory:
             alike = Counter((each.members, each.swarm) for each in tables.values())
             votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
             refusals: list[RendezvousError] = []
+            self.postponed = ""
             there = False  # whether a member answers, even if it can't be joined now
             # what most say comes first: one of them may lie
             for place, answer in sorted(answers.items(), key=lambda item: -votes.get(item[0], 0)):
@@ -257,7 +270,8 @@ class Directory:
                     refusals.append(error)
                     why[str(place)] = str(error)
                 except (OSError, EOFError, TransportError, ValueError) as error:
-                    there = there or isinstance(error, NotNowError)
+                    if isinstance(error, NotNowError):
+                        there, self.postponed = True, error.reason or self.postponed
                     if isinstance(error, ConnectionRefusedError):
                         why[str(place)] = "nothing listens there (connection refused)"
                     elif str(error) or not isinstance(error, TimeoutError):
@@ -281,6 +295,8 @@ class Directory:
                     rules, left = self.transport.rules, self.transport.finishers
                     if view := founded_view(self.me, self.looking, rules, left=left, alone=self.alone):
                         return view
+            if self.postponed:  # they are there, and say so again and again
+                until_s = max(until_s, clock.time() + self.patience_s)
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + missing_members(self.me, self.looking))
             await asyncio.sleep(next(pauses_s))

@@ -109,9 +109,12 @@ class PeerTransport(Transport):
         return self.connections.meter.uplink(full=paced)
 
     @property
-    def digests(self) -> dict[int, str]:
-        """Fragment -> digest of the state behind this rank's last contribution."""
-        return {fragment: each.digest for fragment, each in list(self._rounds.last.items())}
+    def newest_digest(self) -> tuple[str, str]:
+        """The round of this rank's newest contribution to a fragment, and the digest of the state behind it; or texts
+        that are empty."""
+        sent = [each for fragment, each in list(self._rounds.last.items()) if fragment >= 0]  # no data-parallel step
+        newest = max(sent, key=lambda each: each.sent_s, default=None)
+        return ("", "") if newest is None else (str(newest.round), newest.digest)
 
     def ranks(self) -> Collection[int]:
         if not dist.is_initialized():

@@ -28,7 +28,15 @@ from diloco.transport.swarm.engine import in_short
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
 from diloco.transport.swarm.status import PeerStatus, serve_status
-from diloco.transport.swarm.streams import PeerAddress, PeerStreams, SwarmLinks, is_loopback
+from diloco.transport.swarm.streams import (
+    PeerAddress,
+    PeerStreams,
+    SwarmLinks,
+    hosts_in,
+    is_loopback,
+    limits_of_reach,
+    port_in,
+)
 from diloco.waiting import waiting_for
 
 _ANNOUNCE_S = 60.0
@@ -56,6 +64,8 @@ class SwarmDirectory(Directory):
         self._finished = False  # whether this peer has finished all steps of the run
         self._announced_s = -math.inf
         self._records: list[PeerRecord] = []  # of the other peers that train, or trained within the last half hour
+        self._seen_at = ""  # the host from which others see this peer come; "": unknown
+        self._unreached: list[int] = []  # numbers of peers that also search, and can't be reached
         self._before: set[str] = set()  # peers of a lower number that have searched at the same time
         self._order: Order | None = None  # the founder's last one
         self._moved = asyncio.Event()  # set when it has a new secret, and so another place in the DHT
@@ -106,6 +116,11 @@ class SwarmDirectory(Directory):
             RendezvousError: none of them can be joined, and one says why.
         """
         given = self._streams.given
+        searching = {
+            each.peer_id: each.number for each in self._records if not each.swarm and math.isfinite(each.age_s)
+        }
+        silent = {str(place) for place, each in answers.items() if isinstance(each, OSError) and _is_unanswered(each)}
+        self._unreached = sorted(searching[each] for each in silent & searching.keys())
         answered = {str(place) for place, each in answers.items() if not _is_unanswered(each)}
         leads_on = self.me.founds or any(math.isfinite(each.age_s) for each in self._records)
         objections = []
@@ -133,6 +148,7 @@ class SwarmDirectory(Directory):
         if not self.joining:
             self.connections.call(self.announce())  # before other peers search
         serve_status(self, self._place.status)
+        self._seen_at = self.connections.call(self._streams.seen_at())
         self.connections.post(lambda: self.connections.begin(self._keep_announcing()))
 
     async def _keep_announcing(self) -> None:
@@ -147,7 +163,15 @@ class SwarmDirectory(Directory):
                 await within(_ANNOUNCE_S, self._moved.wait())
 
     def listens_at(self) -> tuple[str, ...]:
-        return tuple(sorted(self.connections.call(self._streams.node.addresses()), key=is_loopback))
+        addresses = sorted(self.connections.call(self._streams.node.addresses()), key=is_loopback)
+        reached_at = [each for each in addresses if f"/{self._seen_at}/" in each and not is_loopback(each)]
+        return tuple(reached_at or addresses)
+
+    def limits_of_reach(self) -> str:
+        if self._place.node.announce:
+            return ""
+        addresses = self.listens_at()
+        return limits_of_reach(hosts_in(addresses), port_in(addresses), self._seen_at)
 
     def details(self) -> dict[str, str]:
         place, transport = self._place, self.transport
@@ -159,13 +183,19 @@ class SwarmDirectory(Directory):
         }
 
     def others(self) -> tuple[str, ...]:
-        """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
+        """Return addresses of the other members, and those given as --join that are not of replicas that have left.
+
+        Those on loopback are left out, unless this peer, too, has no others.
+        """
         view, known = self.transport.views.last_view, self.transport.known_entries()
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
         given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
         there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
-        return tuple(dict.fromkeys([*given, *sorted(there, key=is_loopback)]))
+        mine = [each for each in self.entry.places if "/p2p/" in each]
+        if not mine or not all(map(is_loopback, mine)):
+            there = [each for each in there if not is_loopback(each)]
+        return tuple(dict.fromkeys([*given, *there]))
 
     def relays(self) -> tuple[str, ...]:
         return self._streams.relays()
@@ -314,12 +344,21 @@ class SwarmDirectory(Directory):
         run = self._place.admission.run
         if self.me.last is not None:
             return f"{super().awaited()}, of run {run!r}"
-        return f"a member of run {run!r}{self._unfounded()}"
+        return f"a member of run {run!r}{self._hint()}"
 
-    def _unfounded(self) -> str:
+    def _out_of_reach(self) -> str:
+        numbers = names_of(self._unreached)
+        return (
+            f"{numbers} can't be reached. If both are behind routers, they need a relay: a `diloco relay` on a public "
+            "address, which both name with --join"
+        )
+
+    def _hint(self) -> str:
         """Return a hint for a message: the look-up failed, or nobody that searches may found the swarm; "": neither."""
         if failure := self._streams.look_up_failure:
             return f" ({failure})"
+        if self._unreached:
+            return f" ({self._out_of_reach()})"
         if any(each.founds for each in (self.me, *self.looking)) or self._had_members():
             return ""
         there = f"{len(self.looking)} more also wait for one" if self.looking else "none is known yet"
@@ -341,6 +380,9 @@ class SwarmDirectory(Directory):
                 f"no member of run {run!r} was found {for_s}. {len(self.looking)} more peers wait for one. Start "
                 "one of them with --found."
             )
+        if self._unreached:
+            tried = "; ".join(why.values())
+            return f"no member of run {run!r} was found {for_s}: {self._out_of_reach()} ({tried})."
         if self.looking:
             newest = min(self.looking, key=lambda each: (-each.held_step, each.number))
             held = "no checkpoint" if newest.held_step < 0 else f"a checkpoint of step {newest.held_step}"

@@ -34,6 +34,11 @@ class Doorplate(WireMessage):
     has_secret: bool = False
     proof: bytes = b""  # made with the nonce, by a key that follows from its secret
     admits: bool = False  # whether its list and the founder's order let the asking peer in
+    seen_at: Annotated[str, Meta(max_length=100)] = ""  # host from which the asking peer comes; "": a relay's
+
+    def __post_init__(self) -> None:
+        if not self.seen_at.isprintable():
+            raise ValueError("a host must be printable")
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,18 @@ class Visit:
     is_relay: bool  # whether nothing is trained there
     same_run: bool  # whether a run of the same name is
     objection: str  # why this peer can't join there, and what to do; "": nothing is known that is against it
+    seen_at: str  # the host from which this peer comes, as the other one sees it; "": unknown
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(derive_key("door", secret), nonce, "sha256")
 
 
-async def answer_knock(stream: Stream, admission: Admission | None, peer_id: str) -> None:
-    """Answer whoever has opened ``stream``; ``admission`` is None for a relay."""
+async def answer_knock(stream: Stream, admission: Admission | None, peer_id: str, host: str) -> None:
+    """Answer the peer that has opened ``stream`` from ``host``; ``admission`` is None for a relay."""
     async with asyncio.timeout(ANSWER_S):
         knock = await read_frame(stream[0], Knock)
-    plate = Doorplate(PROTOCOL_VERSION, trains=False)
+    plate = Doorplate(PROTOCOL_VERSION, trains=False, seen_at=host)
     if admission is not None:
         plate = Doorplate(
             PROTOCOL_VERSION,
@@ -62,6 +68,7 @@ async def answer_knock(stream: Stream, admission: Admission | None, peer_id: str
             has_secret=bool(admission.secret),
             proof=_proof(admission.secret, knock.nonce),
             admits=admission.admits(peer_id),
+            seen_at=host,
         )
     await say(plate, *stream)
 
@@ -78,7 +85,7 @@ async def knock(stream: Stream, admission: Admission, me: str) -> Visit:
             plate = await ask(stream, Knock(admission.run, nonce), Doorplate)
     finally:
         stream[1].close()
-    return Visit(not plate.trains, plate.same_run, _objection(plate, admission, nonce, me))
+    return Visit(not plate.trains, plate.same_run, _objection(plate, admission, nonce, me), plate.seen_at)
 
 
 def _objection(plate: Doorplate, admission: Admission, nonce: bytes, me: str) -> str:

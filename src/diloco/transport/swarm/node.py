@@ -314,8 +314,8 @@ async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str,
     """
     node = await Node.start(load_identity(identity), place)
 
-    async def answer(peer_id: str, _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await answer_knock((reader, writer), None, peer_id)
+    async def answer(peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answer_knock((reader, writer), None, peer_id, host)
 
     try:
         await node.handle({DOOR: answer})

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import xxhash
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
@@ -74,7 +73,8 @@ class Status(WireMessage):
     members: Annotated[tuple[Rank, ...], Meta(max_length=4_096)] = ()
     sent_bytes: Count = 0
     received_bytes: Count = 0
-    digest: _Text = "-"
+    round: _Text = ""  # of its newest contribution
+    digest: _Text = ""  # of the state behind that
     codec: _Text = ""
     link_bits_per_s: _Figure = None
     pace: _Figure = None
@@ -85,7 +85,7 @@ class Status(WireMessage):
     next_event: Count = 0  # the number of the first event to ask for later
 
     def __post_init__(self) -> None:
-        if not "".join((self.state, self.name, self.swarm, self.digest, self.codec)).isprintable():
+        if not "".join((self.state, self.name, self.swarm, self.round, self.digest, self.codec)).isprintable():
             raise ValueError("its texts do not print")
 
 
@@ -128,7 +128,7 @@ class PeerStatus:
 
     def of(self, transport: PeerTransport, swarm: str, codec: str, since: int | None) -> Status:
         """Return the status, with the events from number ``since`` on, or without events if it is None."""
-        view, moved, digests = transport.view, transport.last_transfer, sorted(transport.digests.items())
+        view, (newest, digest) = transport.view, transport.newest_digest
         return Status(
             replica=transport.replica,
             swarm=swarm,
@@ -137,8 +137,9 @@ class PeerStatus:
             members=view.members,
             sent_bytes=transport.sent_bytes,
             received_bytes=transport.received_bytes,
-            digest=xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
-            link_bits_per_s=8 * moved[0] / max(1e-9, moved[1]) if moved else None,
+            round=newest,
+            digest=digest,
+            link_bits_per_s=float(transport.uplink.bits_per_s) or None,
             codec=codec,
             **self.seen,
             **({} if since is None else self.since(since)),

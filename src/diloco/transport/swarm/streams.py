@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
 import re
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ _HANDSHAKE_S = 10.0
 _MOST_KNOCKS, _KNOCKS_S = 64, 16.0  # at the door, of one peer in this time
 _READY = b"?"  # from the side that accepts a stream of libp2p; what came before would be lost to TLS
 _MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity each time
+_PORT = re.compile(r"/tcp/([0-9]{1,5})")
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
 
 
@@ -147,6 +149,16 @@ class PeerStreams(TcpStreams):
         if visit.is_relay:
             self._relays.add(peer_id)
         return visit
+
+    async def seen_at(self) -> str:
+        """Return the host from which a peer of `NodePlace.join` sees this one come; "" if none says so soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HANDSHAKE_S):
+                for peer_id in self.given:
+                    with contextlib.suppress(OSError, EOFError, TransportError):
+                        if host := (await self.visit(peer_id)).seen_at:
+                            return host
+        return ""
 
     async def find(self) -> list[PeerRecord]:
         """Return the records of the other peers of the run, and one for each peer of `NodePlace.join` that has none.
@@ -266,11 +278,11 @@ class PeerStreams(TcpStreams):
             await self._accept(reader, writer)
 
     async def _answer_knock(
-        self, peer_id: str, _: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             if self._knocks.admits([peer_id], asyncio.get_running_loop().time()):
-                await answer_knock((reader, writer), self.admission, peer_id)
+                await answer_knock((reader, writer), self.admission, peer_id, host)
         finally:
             writer.close()
 
@@ -283,6 +295,53 @@ def hosts_in(addresses: Sequence[str]) -> list[str]:
     """
     hosts = [match[1] for each in addresses if "/p2p-circuit" not in each and (match := _HOST.match(each))]
     return sorted(dict.fromkeys(hosts), key=lambda host: host.startswith("127.") or host == "::1")
+
+
+def port_in(addresses: Sequence[str]) -> int:
+    """Return the TCP port in the first multiaddress that has one; 0: none has.
+
+    >>> port_in(["/ip4/9.9.9.9/tcp/31330/p2p/Qm"])
+    31330
+    """
+    ports = [int(match[1]) for each in addresses if (match := _PORT.search(each))]
+    return ports[0] if ports else 0
+
+
+def limits_of_reach(hosts: Sequence[str], port: int, seen_at: str) -> str:
+    """Return why others may not reach a peer at the hosts where it listens, and what to do; "": nothing is known.
+
+    >>> limits_of_reach(["192.168.1.2", "127.0.0.1"], 31330, "9.9.9.9").partition(". ")[0]
+    "others can't reach this address from outside: they see this peer at 9.9.9.9, behind a router"
+    >>> limits_of_reach(["192.168.1.2"], 31330, "").partition(". ")[0]
+    "others can't reach this address from outside: 192.168.1.2 is an address of a private network"
+    >>> limits_of_reach(["10.0.0.1", "127.0.0.1"], 31330, "10.0.0.1"), limits_of_reach(["9.9.9.9"], 31330, "")
+    ('', '')
+    """
+    elsewhere = [each for each in hosts if not _is_here(each)]
+    if not elsewhere or (seen_at in hosts and seen_at):
+        return ""
+    if seen_at and not _is_here(seen_at):
+        why, place = f"they see this peer at {seen_at}, behind a router", f"{seen_at}:{port}"
+    elif all(map(_is_private, elsewhere)):
+        why, place = f"{elsewhere[0]} is an address of a private network", f"HOST:{port}"
+    else:
+        return ""
+    return (
+        f"others can't reach this address from outside: {why}. For them, forward TCP port {port} of the router to this "
+        f"machine and add --network.announce {place}, or add --join with the address of a `diloco relay`."
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host is this machine, or none."""
+    return not host or host.startswith("127.") or host in ("::1", "localhost")
+
+
+def _is_private(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:  # a name
+        return False
 
 
 _TURN = "your turn to dial"
