@@ -205,7 +205,7 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
         reasons = {
             "finished": f"replica {each.number} has finished the run and exited",
             "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
-            "joining": f"replica {each.number} is looking for the members, to join them",
+            "joining": f"replica {each.number} is looking for the members to join them, or has ended while it did",
             "refuses": f"it answers, but {each.objection}",
             "no answer": each.problem.partition("\n")[0],
         }
