@@ -241,7 +241,7 @@ def test_who_names_a_peer_of_another_version_is_told_so(
     swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer_knock(stream: Any, *_: object) -> None:
-        stream[1].write(frame({"kind": "doorplate", "version": 99, "trains": True}))
+        stream[1].write(frame({"kind": "doorplate", "version": 99, "trains": True, "same_run": True}))
         await stream[0].read()  # until the other end closes it
 
     monkeypatch.setattr(sys.modules[PeerStreams.__module__], "answer_knock", answer_knock)
