@@ -44,10 +44,11 @@ _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of
 
 _CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.activation_checkpointing", "train.global_device"),
-    *("out", "evaluation", "checkpoint", "monitor", "network", "emulate"),
+    *("out", "evaluation", "checkpoint", "monitor", "network", "emulate", "data.paths"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule, which the run prints a note about. A replica keeps its number
+that `train.steps` stretches the learning-rate schedule, which the run prints a note about. Data may be elsewhere, but
+must be the same. A replica keeps its number
 of processes, only a swarm may change `network.replicas`, and no other run becomes a swarm or the reverse."""
 
 _PLACES = (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from diloco.data.batches import Batch, Batches, Cursor, Drawing, Sampler, as_message, deal, read_message
 from diloco.data.chat import ChatTokenizer, PackedRows, chat_rows, heldout_rows
 from diloco.data.settings import DataSettings
-from diloco.data.source import Source, warn_once
+from diloco.data.source import Identity, Source, warn_once
 from diloco.data.split import MANY, Survey, survey
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.data.tokens import SPLITS, PackedTokens, TokenFolder, encode, encode_splits, pack, token_folders
@@ -28,6 +28,7 @@ from diloco.units import format_bytes
 T = TypeVar("T", str, range)
 
 _EVEN = 1.1  # between the largest and the smallest share of a stream
+_MAX_FILES = 1000  # with more, a checkpoint says only whether one of them has changed
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
 
 
@@ -41,6 +42,7 @@ class Corpus:
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
     facts: Mapping[str, str]  # what there is to train and to evaluate on, in words
+    files: str = ""  # the files and data sets, each with a digest of its content, separated by "; "
     stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
 
     @property
@@ -73,14 +75,16 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
         tokenizer = folders[0].tokenizer()
         _check_settings(settings, folders, tokenizer)
         train, heldout = _of_folders(folders, tokenizer)
+        identity = [Identity(each.path.name, f"{each.splits['train'].digest}") for each in folders]
     else:
         source = Source(settings)
         split = survey(source.documents(), settings.heldout_fraction).split
         tokenizer = make_tokenizer(settings, split.training(source.documents()))
         parts = zip(*encode_splits(source, split, tokenizer), strict=True)
         train, heldout = (PackedTokens.joined(part) for part in parts)
+        identity = source.identity()
     facts = {"data": f"{_size(train)}{', in files' if folders else ''}", "held out": _size(heldout)}
-    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts)
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts, _in_words(identity))
 
 
 def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
@@ -96,7 +100,8 @@ def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
         f"{train.num_tokens / len(train):.0%} full; {train.counted_tokens:,} tokens count"
     )
     facts = {"data": "; ".join([size, *notes]), "held out": _conversations(heldout)}
-    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts)
+    files = _in_words(Source(settings).identity())
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), facts, files)
 
 
 def _conversations(rows: PackedRows) -> str:
@@ -110,11 +115,13 @@ def _streamed_corpus(settings: DataSettings) -> Corpus:
     look = survey(source.documents(), fraction)
     tokenizer = make_tokenizer(settings, islice(look.split.training(source.documents()), _BPE_DOCUMENTS))
     heldout = _first_heldout(source, look, tokenizer)
-    origin = f"{settings.text_field} {len(source.parts)} {fraction} {tokenizer.to_json()} {heldout.digest}"
+    identity = source.identity()
+    contents = [each.content for each in identity]
+    origin = f"{settings.text_field} {contents} {fraction} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(origin.encode())
     stream = partial(DocumentStream, source, look, tokenizer, data=digest)
     facts = {"data": "read while training", "held out": _size(heldout)}
-    return Corpus(PackedTokens([]), heldout, tokenizer, digest, facts, stream)
+    return Corpus(PackedTokens([]), heldout, tokenizer, digest, facts, _in_words(identity), stream)
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
@@ -148,6 +155,13 @@ def heldout_data(
 
 def _fingerprint(tokenizer: Tokenizer, train: PackedTokens | PackedRows, heldout: PackedTokens | PackedRows) -> str:
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
+
+
+def _in_words(identity: Sequence[Identity]) -> str:
+    if len(identity) > _MAX_FILES:
+        digest = xxhash.xxh3_64_hexdigest(" ".join(each.content for each in identity).encode())
+        return f"{len(identity):,} files ({digest})"
+    return "; ".join(f"{each.name.replace(';', ',')} ({each.content})" for each in identity)
 
 
 NOTHING = "nothing, because there is too little; the loss is not evaluated"

@@ -17,11 +17,13 @@ import logging
 import lzma
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import xxhash
 
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
@@ -83,6 +85,10 @@ class Source:
                 "make a folder of tokens of each (diloco tokenize)."
             )
 
+    def identity(self) -> list[Identity]:
+        """Return what tells this data from other data, for each file or data set in the order of reading."""
+        return [identity for part in self.parts for identity in part.identity()]
+
     def rows(self) -> Iterator[Row]:
         """Yield every record, and every file without records as one text."""
         for part in self.parts:
@@ -121,6 +127,14 @@ class Source:
 
             return split_dataset_by_node(first.all_rows, 0, 1)  # a copy, as how far it has been read is a part of it
         return IterableDataset.from_generator(_texts, gen_kwargs={"source": self, "parts": self.parts})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells a file or data set from others: wherever it is and whenever it was written, its content alone."""
+
+    name: str  # for messages
+    content: str  # its size and a digest of it, or what its library says of it
 
 
 def _texts(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[dict[str, str]]:
@@ -169,6 +183,17 @@ class DataSet:
 
     name: str
     all_rows: Any  # a ``Dataset``, or with ``data.streaming`` an ``IterableDataset``
+    files: Sequence[str]  # the local files that it consists of, if it is known and there are any
+
+    def identity(self) -> Iterator[Identity]:
+        """Yield what is known of the data set, and the identity of its local files."""
+        rows = self.all_rows
+        shards = None if self.files else getattr(rows, "num_shards", None)
+        about = f"version {rows.info.version}, {rows.features}, {shards} shards"
+        yield Identity("the data set", xxhash.xxh3_64_hexdigest(about.encode()))
+        for path in self.files:
+            with open(path, "rb") as file:
+                yield Identity(Path(path).name, _digest(file, os.path.getsize(path)))
 
     def rows(self) -> Iterator[Row]:
         """Yield every record."""
@@ -191,8 +216,10 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
     with from_extra("hf", f"{place} needs datasets"):
         import datasets
     with as_data_error(place, FROM_HUB):
+        files: list[str] = []
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
+            files = [each["filename"] for each in rows.cache_files]
             if split not in ("", saved := str(rows.split or "train")):
                 raise ConfigurationError(f"{folder} holds the split {saved} alone, not {split!r}. Leave out :{split}.")
         else:
@@ -204,10 +231,14 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
                     streaming=settings.streaming,
                     trust_remote_code=False,
                 )
+                if folder.exists():
+                    builder = datasets.load_dataset_builder(str(folder), config)
+                    named = (builder.config.data_files or {}).values()
+                    files = [path for paths in named for path in paths if os.path.isfile(path)]
         if rows.column_names is not None and not settings.chat:  # unknown for some streams
             rows = rows.select_columns([settings.text_field])
         streams = settings.streaming and isinstance(rows, datasets.Dataset)
-        return DataSet(place, rows.to_iterable_dataset() if streams else rows)
+        return DataSet(place, rows.to_iterable_dataset() if streams else rows, files)
 
 
 class StandardLibrary:
@@ -217,6 +248,13 @@ class StandardLibrary:
     ``config-*``), and files that are empty or not UTF-8. The same version of Python gives the same documents unless its
     distributor changed the files.
     """
+
+    def identity(self) -> Iterator[Identity]:
+        """Yield that of all files together."""
+        digest = xxhash.xxh3_64()
+        for _, text in self.rows():
+            digest.update(text.encode())
+        yield Identity("Python's standard library", digest.hexdigest())
 
     def rows(self) -> Iterator[Row]:
         """Yield every file as a document."""
@@ -245,33 +283,41 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
             if not remote:
                 # fsspec is silent about folders that it can't list
                 list(os.walk(path, onerror=lambda error: warn_once(f"{error.filename} is not read: {error.strerror}.")))
-            names = _data_of_folder(system, path, suffixes)
+            names: list[Any] = _data_of_folder(system, path, suffixes)
         elif system.exists(path):
             names = [path]
         else:
-            names = sorted(system.glob(path)) if glob.has_magic(path) else []
+            matches = system.glob(path, detail=True) if glob.has_magic(path) else {}
+            names = [matches[name] | {"name": name} for name in sorted(matches)]
             if not names:
                 raise NoDataError(f"{place} does not exist.")
-        return [File(system, name, system.unstrip_protocol(name) if remote else name) for name in names]
+        listed = [{**system.info(name), "name": name} if isinstance(name, str) else name for name in names]
+        return [
+            File(system, each["name"], system.unstrip_protocol(each["name"]) if remote else each["name"], each)
+            for each in listed
+        ]
 
 
-def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[str]:
-    """Return the files of a folder that hold data. What is left out is named."""
-    data: list[str] = []
+def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[dict[str, Any]]:
+    """Return what is listed of the files of a folder that hold data. What is left out is named."""
+    data: list[dict[str, Any]] = []
     others: list[str] = []
     for name, about in sorted(system.find(folder, detail=True).items()):
         below = name.removeprefix(folder).lstrip("/")
         hidden = any(part.startswith(".") for part in below.split("/"))
         plain = about["type"] == "file" or (about.get("islink") and not os.path.isdir(name))
         is_data = plain and not hidden and _suffixes(name)[0] in suffixes
-        (data if is_data else others).append(below if plain else f"{below}/")
+        if is_data:
+            data.append({**about, "name": f"{folder.rstrip('/')}/{below}"})
+        else:
+            others.append(below if plain else f"{below}/")
     if others:
         more = f"; and {len(others) - 5:,} more" if len(others) > 5 else ""
         why = "hidden, links to folders or files of another type"
         warn_once(f"{folder}: not read, because they are {why}: {'; '.join(others[:5])}{more}.")
     if not data:
         raise NoDataError(f"{folder} holds no files to read, which end in {' '.join(sorted(suffixes))}.")
-    return [f"{folder.rstrip('/')}/{below}" for below in data]
+    return data
 
 
 @dataclass(frozen=True)
@@ -281,6 +327,16 @@ class File:
     system: Any  # the file system of fsspec
     path: str
     name: str  # the path or URL, for messages
+    listed: Mapping[str, Any]  # what the file system says of it
+
+    def identity(self) -> Iterator[Identity]:
+        """Yield its own; the digest is that of the store, if it has one."""
+        tag = next((self.listed[name] for name in _DIGESTS if self.listed.get(name)), None)
+        if tag is None:
+            with as_data_error(self.name), self.system.open(self.path, "rb") as file:
+                tag = _digest(file, self.system.info(self.path)["size"])
+        name = Path(self.path).name
+        yield Identity(name, f"{'.'.join(_suffixes(name))} {str(tag).strip(chr(34))}")
 
     def rows(self) -> Iterator[Row]:
         """Yield its records, or its document."""
@@ -290,6 +346,26 @@ class File:
                 raise DataError(f"{self.name} is a pipe, socket or device, but data may be read several times.")
             with self.system.open(self.path, "rb") as packed, _UNPACK[packing](packed) as file:
                 yield from _READ.get(suffix, _read_document)(file, self.name)
+
+
+_DIGESTS = ("ETag", "md5Hash", "content_md5", "blob_id")
+"""What stores list that changes with the content of a file: S3, Google, Azure, Hugging Face."""
+_BLOCK_BYTES, _BLOCKS = 1 << 18, 16
+
+
+def _digest(file: Any, size: int | None) -> str:
+    """Return the size of a file, and a digest of its content or, if it is large, of blocks spread over it."""
+    digest = xxhash.xxh3_64()
+    if size is None:  # such as of a stream of the web
+        return "of unknown size"
+    if size <= _BLOCK_BYTES * _BLOCKS:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    else:
+        for number in range(_BLOCKS):
+            file.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return f"{size} bytes, {digest.hexdigest()}"
 
 
 def _suffixes(path: str) -> tuple[str, str]:

@@ -229,7 +229,11 @@ def find_beginning(session: Session) -> str | None:
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint of different data or a different model. `DiLoCo` compares what concerns its own state."""
     saved = checkpoint.fact("identity", dict)
-    if words := diff(saved, session.identity, str(checkpoint.path), "this run", LASTING):
+    there, here = str(checkpoint.path), "this run"
+    if words := diff(saved, session.identity, there, here, LASTING):
+        if not diff(saved, session.identity, there, here, [name for name in LASTING if name != "data"]):
+            files = {"data": checkpoint.fact("files", str, "")}, {"data": session.corpus.files}
+            words = diff(*files, there, here) or words  # which files
         raise CheckpointError(
             f"{words}. Use the model, the files and the tokenizer with which the run started. Nothing was loaded."
         )

@@ -204,6 +204,7 @@ def _about(session: Session) -> dict[str, Any]:
         "model": settings.model.described(),
         "definition": model.definition(),
         "identity": dict(session.identity),
+        "files": session.corpus.files,
         "global_params_digest": session.global_digest(),
         "fragments": [
             {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
