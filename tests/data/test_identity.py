@@ -86,7 +86,8 @@ def test_data_that_moved_is_named_anew_and_must_be_the_same(tmp_path: Path, caps
     begin = f"train --data {tmp_path / 'data'} --data.streaming --out {run} --stop-after 4 --fragments 1 {small}"
     assert main(begin.split()) == 0
     shutil.move(tmp_path / "data", tmp_path / "moved")
-    assert main(f"train --resume {run} --monitor.console quiet".split()) == 1
+    assert main(f"train --resume {run} --monitor.console quiet".split()) == 2
+    assert "does not exist" in capsys.readouterr().err
     write(tmp_path / "others", changed="x")
     assert main(f"train --resume {run} --data {tmp_path / 'others'} --monitor.console quiet".split()) == 1
     assert "this run has data = train-0.jsonl" in " ".join(capsys.readouterr().err.split())

@@ -17,6 +17,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from diloco.data import DataSettings, Source, build_corpus
 from diloco.errors import ConfigurationError, DataError
@@ -267,3 +268,47 @@ def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.
     there = DataSettings(paths=places, tokenizer="hf:gpt2").absolute()
     absolute = (f"hf:{files}/saved:train", f"{files}/a.jsonl", places[2], f"{files}/*.jsonl", places[4])
     assert (there.paths, there.tokenizer) == (absolute, "hf:gpt2")
+
+
+class CachedListings(AbstractFileSystem):
+    """A store that keeps what it has listed, with sizes, as those of S3 and Google do."""
+
+    protocol = "cached"
+    cachable = True
+    folder: Path
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        path = self._strip_protocol(path)
+        listed = self.dircache.get(path)
+        if listed is None:
+            place = self.folder / path
+            if not place.exists():
+                raise FileNotFoundError(path)
+            files = sorted(place.iterdir()) if place.is_dir() else [place]
+            listed = self.dircache[path] = [
+                {"name": str(each.relative_to(self.folder)), "size": each.stat().st_size, "type": kind}
+                for each in files
+                for kind in ["directory" if each.is_dir() else "file"]
+            ]
+        return listed if detail else [each["name"] for each in listed]
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return CachedFile(self, path, mode, **options)
+
+
+class CachedFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return (CachedListings.folder / self.path).read_bytes()[start:end]
+
+
+@pytest.mark.parametrize(
+    "place", ["cached://b", "cached://b/*.jsonl", "cached://b/a.jsonl", "simplecache::cached://b/a.jsonl"]
+)
+def test_what_was_written_since_the_last_reading_is_read(place: str, tmp_path: Path) -> None:
+    fsspec.register_implementation("cached", CachedListings, clobber=True)
+    CachedListings.folder = tmp_path
+    write(tmp_path / "b" / "a.jsonl", LINES)
+    assert documents_of(place) == READ
+    write(tmp_path / "b" / "a.jsonl", LINES + LINES)
+    write(tmp_path / "b" / "c.jsonl", LINES)
+    assert documents_of(place) == (2 * READ if place.endswith("a.jsonl") else 3 * READ)

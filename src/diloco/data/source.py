@@ -11,7 +11,6 @@ import functools
 import glob
 import gzip
 import io
-import itertools
 import json
 import logging
 import lzma
@@ -399,10 +398,20 @@ def _read_whole(file: Any, name: str) -> bytearray:
     return content
 
 
+def _lines(file: Any) -> Iterator[bytearray]:
+    """Yield the lines of a file without their ends, and of one that is longer than `MAX_RECORD_BYTES` its beginning."""
+    line = bytearray()
+    while len(line) <= MAX_RECORD_BYTES and (chunk := file.read(1 << 20)):
+        first, *others = chunk.split(b"\n")
+        line += first
+        for other in others:
+            yield line
+            line = bytearray(other)
+    yield line
+
+
 def _read_lines(file: Any, name: str) -> Iterator[Row]:
-    for number in itertools.count(1):
-        if not (line := file.readline(MAX_RECORD_BYTES + 1)):
-            return
+    for number, line in enumerate(_lines(file), start=1):
         if len(line) > MAX_RECORD_BYTES:
             raise DataError(
                 f"{name}:{number} has more than {format_bytes(MAX_RECORD_BYTES)}, which a line may have. Divide its "
