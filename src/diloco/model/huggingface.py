@@ -112,6 +112,7 @@ class HuggingFaceModel(LanguageModel):
         # the masks of windows are of several kinds; and the balance loss would read a mask as one of tokens
         self.maskings = ("positions", "masks by kind") if has_windows or self.balance_loss else ("mask", "positions")
         self.masking = self.maskings[0]
+        self.attends_in_half = "flash" in str(config._attn_implementation)
 
     def forward(self, tokens: Tensor, cache: DynamicCache | None = None, documents: Tensor | None = None) -> Tensor:
         length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())

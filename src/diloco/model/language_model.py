@@ -51,6 +51,7 @@ class LanguageModel(nn.Module):
     # the ways in which `forward` may mask documents, which `keep_documents_apart` tries in this order
     maskings: tuple[str, ...] = ("own",)
     masking = "own"  # the way that it takes
+    attends_in_half = False  # whether its attention takes no float32
     documents_apart = False  # whether it has been checked
     # whether `loss` calls ``self(tokens)``, and so runs its hooks
     loss_calls_model: bool = True
