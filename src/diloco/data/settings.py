@@ -58,7 +58,8 @@ class DataSettings:
     """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
     single: each sequence holds one conversation. Default: joined, or masked with format chat."""
     tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
-    """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME."""
+    """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME.
+    Default: that of the weights that the run begins from, else bytes."""
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.02
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     streaming: bool = False

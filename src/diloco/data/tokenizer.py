@@ -253,13 +253,16 @@ def bytes_of_tokens(text: str, spans: ArrayLike) -> NDArray[np.int64]:
     >>> bytes_of_tokens("né 漢!", [(0, 1), (1, 2), (3, 4), (3, 4), (4, 5)]).tolist()
     [1, 2, 4, 0, 1]
     """
-    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    widths = 1 + sum((points >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
-    before = np.concatenate([[0], np.cumsum(widths)])  # bytes before each character, and of all
-    ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2)[:, 1].clip(0, len(points))
+    ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2)[:, 1].clip(0, len(text))
     ends = np.maximum.accumulate(ends)
-    ends[-1:] = len(points)
-    sizes: NDArray[np.int64] = np.diff(before[ends], prepend=0)
+    ends[-1:] = len(text)
+    if not text.isascii():
+        points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        widths = np.ones(len(text), dtype=np.uint8)
+        for first in (0x80, 0x800, 0x10000):
+            widths += points >= first
+        ends = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])[ends]  # bytes before each character
+    sizes: NDArray[np.int64] = np.diff(ends, prepend=0)
     return sizes
 
 
