@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from diloco.algorithm import SyncSettings, make_codec
+from diloco.algorithm import SyncSettings
 from diloco.config import Configuration, compose_for_model, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.devices import PEAKS, known_peak_flops_per_s
 from diloco.errors import ConfigurationError, from_extra
@@ -192,6 +192,7 @@ def _record(
 
 def _curves(exchange: Exchange, site: Site, chosen: Prediction) -> dict[str, Any]:
     """Return the utilisation of the candidates over the bandwidth of the links, all scaled alike."""
+    from diloco.algorithm import make_codec
     from diloco.plan import Exchange, curve
 
     own, most = exchange.schedule, max(link.bandwidth_bits_per_s for link in site.links)
