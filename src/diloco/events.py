@@ -49,6 +49,7 @@ class RunStarted(Event):
     """Further facts about the run and this process, which the console does not print."""
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
     best_heldout_loss: float | None = None  # the lowest held-out loss before this start, if the run resumes
+    shared_start_steps: int = 0  # the number of steps, from the first one, that average gradients
     rounds_committed: int = 0  # before this start, as all that follow
     rounds_void: int = 0
     tokens: int = 0

@@ -143,6 +143,25 @@ def test_json_lines_have_time_level_and_message(
     assert datetime.fromisoformat(lines[0]["time"]).utcoffset() == timedelta(0)
 
 
+def test_a_replica_that_joined_late_says_of_which_steps_its_figures_are() -> None:
+    """Before, a peer that was stopped four steps after it had joined claimed to have sent 6,253 times less."""
+    summary = {
+        "steps": 239,
+        "joined_at_step": 235,
+        "trained_steps": 4,
+        "sent_bytes_per_replica": 400,
+        "data_parallel_bytes_per_replica": 4000,
+        "shared_start_steps": 0,
+        "rounds_committed": 0,
+        "rounds_void": 1,
+    }
+    out = io.StringIO()
+    PlainConsole(out).handle(events.RunFinished(step=239, summary=summary))
+    printed = " ".join(out.getvalue().split())
+    assert "joined at step 235: what follows is of the 4 steps that it trained sent 400 B per replica" in printed
+    assert "after start" not in printed
+
+
 def test_an_interrupted_run_tells_where_it_stopped() -> None:
     stream, clock = io.StringIO(), Clock()
     sink = PlainConsole(stream, clock=clock)

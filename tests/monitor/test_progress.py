@@ -55,6 +55,17 @@ def test_the_speed_counts_training_and_the_time_left_everything() -> None:
     assert progress.utilization == pytest.approx(0.2)
 
 
+def test_the_time_left_knows_that_steps_after_the_shared_start_exchange_no_gradients() -> None:
+    """Here a shared step takes 10 s, of which 1 s is its computation: the run of 104 steps takes 120 s, not 1,020."""
+    progress = RunProgress()
+    progress.take(started(total_steps=104, shared_start_steps=4), 0.0)
+    left = []
+    for number, now_s in ((1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 41.5), (6, 43.0)):
+        progress.take(step(number, compute_utilization=0.1), now_s)
+        left.append(progress.left_s)
+    assert left == [None, 20.0 + 100.0, 10.0 + 100.0, 100.0, 1.5 * 99, 1.5 * 98]
+
+
 def test_the_loss_is_a_mean_of_the_last_finite_ones_unless_the_last_is_not_finite() -> None:
     progress = RunProgress()
     shown = []

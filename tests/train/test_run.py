@@ -181,7 +181,7 @@ class LosesOthers(Fleet):
         self.joining = True
 
     def join(self, timeout_s: float) -> int:
-        self.joining = False
+        self.joining, self.counted = False, (7, 30)  # of which this replica trained three steps of two sequences
         return 8
 
 
@@ -197,7 +197,8 @@ def test_the_steps_that_others_took_meanwhile_count_as_tokens_but_not_as_speed(d
             meet=lambda *_: LosesOthers(settings),
         )
     totals = open_checkpoint(tmp_path / "run").load("run")["totals"]
-    assert (summary["steps"], summary["tokens"], totals["missed_steps"]) == (12, 12 * 2 * 16, 4)
+    assert (summary["steps"], summary["tokens"], totals["missed_steps"]) == (12, (30 + 4 * 2) * 16, 4)
+    assert (summary["joined_at_step"], summary["trained_steps"]) == (8, 8)
     assert summary["tokens_per_s"] * (totals["compute_s"] + totals["exchange_s"]) == pytest.approx(8 * 2 * 16)
 
 

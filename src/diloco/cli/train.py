@@ -389,11 +389,13 @@ def _train(
             meet=meet,
             corpus=plan.corpus,
         )
-    in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
+    all_void = summary.get("rounds_void") and not summary.get("rounds_committed")
+    in_vain = all_void and not summary.get("joined_at_step")  # who has joined has what the others have learned
     if in_vain and (role is None or role.is_first):
+        then = "resume" if summary["interrupted"] else "start a new run"
         say(
             "no round was committed, so the replicas have learned nothing from each other: all "
-            f"{summary['rounds_void']} were void; metrics.jsonl says why. Remove the cause, then start a new run."
+            f"{summary['rounds_void']} were void; metrics.jsonl says why. Remove the cause, then {then}."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE

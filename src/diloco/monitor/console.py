@@ -272,7 +272,9 @@ def _title(event: events.RunStarted) -> str:
 def _summary(values: Mapping[str, Any]) -> dict[str, str]:
     known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     sent, baseline = known.get("sent_bytes_per_replica"), known.get("data_parallel_bytes_per_replica", 0)
-    start, steps = known.get("shared_start_steps", 0), known.get("steps", 0)
+    start, steps = known.get("shared_start_steps", 0), known.get("trained_steps", known.get("steps", 0))
+    if joined := known.get("joined_at_step"):
+        known["here"] = f"joined at step {joined}: what follows is of the {steps} steps that it trained"
     if sent is not None:
         known["sent"] = _sent(sent, baseline)
     if 0 < start < steps:
@@ -291,6 +293,7 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
             "tokens_per_s": lambda value: f"{format_count(value)} tokens/s",
             "model_flops_utilization": lambda value: f"MFU {_percent(value)}",
         },
+        "this replica": {"here": str},
         "sent": {"sent": str},
         "after start": {"after start": str},
         "utilisation": {"compute_utilization": lambda value: f"{_percent(value)} compute"},

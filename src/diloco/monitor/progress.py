@@ -24,6 +24,7 @@ class RunProgress:
     def __init__(self) -> None:
         self.names: Mapping[str, str] = {}  # the names of replicas that have one, by number
         self.step = self.total_steps = 0  # inner steps finished, and to train
+        self.shared_start_steps = 0  # the first ones, which average gradients
         self.last: events.StepFinished | None = None  # the last finished step
         self.heldout_loss: float | None = None  # the last held-out loss
         self.best_heldout_loss: float | None = None  # the lowest held-out loss of the run
@@ -55,6 +56,7 @@ class RunProgress:
         match event:
             case events.RunStarted():
                 self.total_steps, self.names = event.total_steps, event.names
+                self.shared_start_steps = event.shared_start_steps
                 self.best_heldout_loss = event.best_heldout_loss
                 self.committed, self.void = event.rounds_committed, event.rounds_void
                 self.peak_known = event.peak_flops_per_s is not None
@@ -130,11 +132,20 @@ class RunProgress:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds until the run ends at the pace of the last steps, pauses included; None before the second."""
+        """The seconds until the run ends at the pace of the last steps, pauses included; None before the second.
+
+        Steps after the shared start take as long as those in it without the exchange, until their own pace is known.
+        """
         if len(self._window) < 2:
             return None
-        (began_s, first), (now_s, last) = self._window[0], self._window[-1]
-        return (now_s - began_s) / max(1, last.step - first.step) * max(0, self.total_steps - last.step)
+        now_s, last = self._window[-1]
+        left, shared = max(0, self.total_steps - last.step), max(0, self.shared_start_steps - last.step)
+        alone = [(at_s, step) for at_s, step in self._window if step.step >= self.shared_start_steps]
+        began_s, first = alone[0] if len(alone) > 1 else self._window[0]
+        pace_s = (now_s - began_s) / max(1, last.step - first.step)
+        if len(alone) > 1 or not self.shared_start_steps:
+            return pace_s * left
+        return pace_s * (shared + (left - min(shared, left)) * last.compute_utilization)
 
     def _is_new(self, event: events.RoundCommitted | events.RoundVoid) -> bool:
         """Return whether no other replica has reported this outcome of the round."""

@@ -178,6 +178,8 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 
 def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     start, replicas = settings.train.data_parallel_steps, settings.network.replicas
+    joinable = settings.network.elastic and replicas == 1  # alone it sends nothing
+    replicas = 2 if joinable else replicas
     schedule, components = make_schedule(settings), outer_components(settings.sync)
     codec, mean = components["codec"], components["mean_codec"]
     whole = settings.sync.whole_contributions
@@ -195,7 +197,8 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, s
     per_step = format_bytes(sent / max(1, local_steps))
     return {
         "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}",
-        "traffic": f"{per_step} per replica and step (data-parallel: {format_bytes(gradients)}{ratio})",
+        "traffic": f"{per_step} per replica and step{', with one other' if joinable else ''} "
+        f"(data-parallel: {format_bytes(gradients)}{ratio})",
     }
 
 

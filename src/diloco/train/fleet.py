@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
-from diloco.membership import Candidate, NextView, Ranks, View, refusal
+from diloco.membership import Candidate, Count, NextView, Ranks, View, refusal
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.transport import (
     Directory,
@@ -39,6 +40,8 @@ class WelcomeNote(WireMessage):
     gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
     begun: bool = False  # whether training has begun
     shares: Shares | None = None  # who draws which data, in a run whose replicas join and leave
+    steps: Count = 0  # inner steps that the member has finished
+    sequences: Count = 0  # on which all replicas together had trained by then
 
 
 class Fleet:
@@ -60,6 +63,7 @@ class Fleet:
     gathering: bool = False  # whether a view founded after a loss still has too few members
     begun: bool = True  # whether there have been enough replicas to start training
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
+    counted: tuple[int, int] = (0, 0)  # inner steps finished, and sequences of all replicas in them: told to who joins
     left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
     relays: tuple[str, ...] = ()  # likewise: addresses through which its members find each other
 
@@ -295,6 +299,7 @@ class Fleet:
             raise RendezvousError(
                 f"The welcome note from the members can't be read: {error}. This replica does not take part."
             ) from error
+        self.counted = note.steps, note.sequences
         with self._changed:
             if note.gathers:
                 self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
@@ -379,7 +384,8 @@ class Fleet:
             lacks = self.gathering and not self._enough(view)
             self._changed.notify_all()
             gathers = self._lost_view.members if lacks and self._lost_view else ()
-            return WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
+            note = WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
+            return msgspec.structs.replace(note, steps=self.counted[0], sequences=self.counted[1])
 
     def _share(self, shares: Shares, members: int = 0) -> None:
         """Divide the data as ``shares`` say; training begins once there are enough members."""

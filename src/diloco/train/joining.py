@@ -171,7 +171,10 @@ def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
         totals.steps = fleet.join(timeout_s)
     missed = totals.steps - before
     totals.missed_steps += missed
-    totals.missed_sequences += missed * session.sequences_per_step  # an estimate
+    totals.joined_at = totals.steps
+    steps, sequences = fleet.counted  # those of the member that has admitted this replica
+    since = max(0, totals.steps - steps) * (fleet.num_members - 1) * session.settings.train.batch_size
+    totals.missed_sequences = max(0, sequences + since - totals.sequences)
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start

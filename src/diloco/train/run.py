@@ -252,6 +252,7 @@ class _Run:
                 details=details,
                 names=session.fleet.transport.names(),
                 best_heldout_loss=session.totals.best_heldout_loss,
+                shared_start_steps=settings.train.data_parallel_steps,
                 rounds_committed=first.rounds_committed if first else 0,
                 rounds_void=first.rounds_void if first else 0,
                 tokens=session.tokens,
@@ -337,7 +338,7 @@ class _Run:
     def _summary(self, evaluation: Evaluated | None, interrupted: str | None) -> dict[str, Any]:
         """Return the summary of the run as JSON. Call it on all ranks of a replica."""
         session, totals, settings = self.session, self.session.totals, self.settings
-        first, model, replicas = session.replicas[0].diloco, session.replicas[0].model, settings.network.replicas
+        first, model, replicas = session.replicas[0].diloco, session.replicas[0].model, session.num_replicas
         sent_bytes, received_bytes = session.traffic()
         spent_s, taken = totals.compute_s + totals.exchange_s, self.step - totals.missed_steps
         tokens = totals.sequences * settings.train.sequence_length  # in the steps that were taken here
@@ -352,8 +353,10 @@ class _Run:
             "parameters": model.num_parameters(),
             "sent_bytes_per_replica": sent_bytes,
             "received_bytes_per_replica": received_bytes,
-            "data_parallel_bytes_per_replica": data_parallel_bytes(model.num_trained(), replicas, self.step),
-            "shared_start_steps": min(self.step, settings.train.data_parallel_steps),
+            "joined_at_step": totals.joined_at or None,  # what follows is of the steps that this replica trained
+            "trained_steps": taken,
+            "data_parallel_bytes_per_replica": data_parallel_bytes(model.num_trained(), replicas, taken),
+            "shared_start_steps": totals.shared_start_steps,
             "shared_start_sent_bytes_per_replica": totals.shared_start_sent_bytes if first else sent_bytes,
             "compute_utilization": session.compute_utilization(),
             "wall_s": totals.wall_s,

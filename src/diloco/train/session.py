@@ -40,6 +40,9 @@ class Totals:
     exchange_s: float = 0.0
     shared_start_sent_bytes: int = 0
     sequences: int = 0  # of all replicas, in the steps that this one took
+    shared_start_steps: int = 0  # that this one took
+    joined_at: int = 0  # the step at which this one last joined the others; 0: never
+    most_members: int = 0  # replicas that trained at once, as far as this one knows
     missed_steps: int = 0  # taken by the others while this replica was no member
     missed_sequences: int = 0
     best_heldout_loss: float | None = None
@@ -95,6 +98,7 @@ class Session:
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
+        self.fleet.counted = self.totals.steps, self.totals.sequences + self.totals.missed_sequences
         why, steps = "", self.settings.train.data_parallel_steps
         if self.averages_gradients and self.settings.algorithm == "data-parallel":
             why = "the replicas average gradients at every step, and only DiLoCo and Streaming DiLoCo can be joined"
@@ -119,9 +123,12 @@ class Session:
         else:
             for replica in self.replicas:
                 replica.sampler.skip_batch()
+        self.totals.shared_start_steps += self.averages_gradients and self.settings.algorithm != "data-parallel"
+        self.totals.most_members = max(self.totals.most_members, self.fleet.num_members)
         self.totals.steps += 1
         members = pace.members_training(step, trained=trained) if pace else self.fleet.num_members
         self.totals.sequences += members * self.settings.train.batch_size
+        self.fleet.counted = self.totals.steps, self.totals.sequences + self.totals.missed_sequences
         stepped_s = time.perf_counter()
         self._synchronise(trained=trained)
         finished_s = time.perf_counter()
@@ -153,6 +160,12 @@ class Session:
             epoch=int(self.replicas[0].sampler.epochs) + 1,  # counts from 1
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas of the run; of a swarm, the most that have trained at once."""
+        network = self.settings.network
+        return self.totals.most_members or self.fleet.num_members if network.elastic else network.replicas
 
     @property
     def sequences_per_step(self) -> int:

@@ -196,7 +196,7 @@ def _about(session: Session) -> dict[str, Any]:
     settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
     return {
         "algorithm": settings.algorithm,
-        "num_replicas": settings.network.replicas,
+        "num_replicas": session.num_replicas,
         **({"elastic": True} if session.fleet.elastic else {}),  # it is complete without the others' checkpoints
         "parameters": model.num_parameters(),
         "sequence_length": settings.train.sequence_length,

@@ -212,7 +212,7 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "replicas": len(run.expected) or None,
         "tokens": last.tokens if last else None,
         "elapsed_s": process.elapsed_s if last else None,
-        "left_s": process.step_s * max(0, total - step) if total is not None and process.step_s else None,
+        "left_s": _left_s(process),
         "compute_utilization": last.compute_utilization if last else None,
         **{name: recent.get(name) for name in ("tokens_per_s", "mfu", "loss")},
         "heldout_loss": evaluations[-1] if evaluations else _number(summary.get("heldout_loss")),
@@ -226,6 +226,17 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     return value if type(value) in (int, float) and abs(value) < 2**53 else None
+
+
+def _left_s(process: ProcessHistory) -> float | None:
+    """Return the time left; a step after the shared start takes as long as one in it without the exchange."""
+    started, last = process.started, process.last
+    if started is None or last is None or not process.step_s:
+        return None
+    left = max(0, started.total_steps - process.step)
+    shared = min(left, max(0, started.shared_start_steps - process.step))
+    alone = left - shared
+    return process.step_s * (shared + alone * (last.compute_utilization if shared else 1.0))
 
 
 def _state(process: ProcessHistory) -> str:
