@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sys
 import tomllib
 from pathlib import Path
@@ -269,6 +270,26 @@ def test_a_run_whose_rounds_were_all_void_fails(
     assert code == 0 or "Remove the cause, then start a new run." in last
 
 
+@pytest.mark.parametrize(
+    ("joined", "interrupted", "code", "then"), [(5, None, 0, ""), (None, "SIGTERM", 130, "resume")]
+)
+def test_only_who_was_there_from_the_start_is_told_that_nothing_was_learned(
+    joined: int | None,
+    interrupted: str | None,
+    code: int,
+    then: str,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Who has joined has adopted what the others have learned; who is stopped may resume."""
+    more = {"joined_at_step": joined, "interrupted": interrupted, "rounds_void": 1, "rounds_committed": 0}
+    monkeypatch.setattr("diloco.train.run_training", lambda *_, **__: more)
+    assert main(train(files, "--out", str(tmp_path / "run"))) == code
+    assert ("Remove the cause, then resume." in capsys.readouterr().err) == bool(then)
+
+
 def test_torchrun_takes_a_settings_file(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +361,30 @@ def test_a_bucket_chooses_no_file_and_no_sink(
     other = [word.replace("text.jsonl", "run.toml") for word in line]
     assert "cannot change data.paths" in refused(other, capsys)
     assert main([*line, "--stop-after", "6"]) == 0, "the file says the same"
+
+
+def test_who_resumes_a_folder_of_somebody_else_is_told_what_it_reads_writes_and_listens_at_before_it_does(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(train(files, "--stop-after", "2", "--out", str(out))) == 0
+    config = out / "config.toml"
+    text = config.read_text().replace("[checkpoint]", f'[checkpoint]\nmirror = "{tmp_path}/theirs"')
+    capsys.readouterr()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(text.replace("[monitor]", f'[monitor]\nprometheus = "{address}"'))
+        assert main(["train", "--resume", str(out)]) == 2
+    told, refusal = capsys.readouterr().err.splitlines()[:2]
+    assert f"the settings in {out} name places outside it: " in told
+    for flag in (f"--data {files}/text.jsonl", f"--checkpoint.mirror {tmp_path}/theirs", address):
+        assert flag in told
+    assert "can't be listened at" in refusal
+    assert not (tmp_path / "theirs").exists()
+    typed = ["--checkpoint.mirror", str(tmp_path / "mine"), "--monitor.prometheus", address]
+    typed += ["--data", f"{files}/text.jsonl"]
+    assert main(["train", "--resume", str(out), *typed]) == 0
+    assert "name places" not in capsys.readouterr().err, "who types them knows them"
 
 
 def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The settings: their number, their units, and the old names, which are refused with the new ones."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,18 @@ def test_there_are_few_settings() -> None:
 def test_every_setting_says_what_it_means() -> None:
     for key in keys_of(Configuration).values():
         assert key.help.endswith((".", ")")), key.name
+
+
+def test_a_text_or_path_is_a_place_unless_its_annotation_says_that_it_is_none() -> None:
+    """So that a new one is closed to the settings of a fetched run, without a list that somebody has to remember."""
+    texts = {key.name for key in keys_of(Configuration).values() if key.kind in (str, Path)}
+    places = {key.name for key in keys_of(Configuration).values() if key.is_place}
+    assert texts - places == {
+        *("preset", "train.device", "train.init_from", "optimizer.name", "evaluation.sample_prompts"),
+        *("sync.codec", "sync.outer", "sync.merge", "sync.average", "data.text_field"),
+        *("network.run", "network.name", "network.allow"),
+    }
+    assert places >= {"checkpoint.mirror", "monitor.prometheus", "monitor.sinks", "data.paths", "network.secret_file"}
 
 
 def test_an_old_key_is_refused_with_what_replaces_it() -> None:

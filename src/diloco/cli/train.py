@@ -238,6 +238,8 @@ def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = No
         raise ConfigurationError("--found founds the swarm of a run. Use it with --transport swarm, or leave it out.")
     role = dataclasses.replace(role_of(settings.network, torchrun), founds=line.found)
     folder, again = settings.out or plan.source, bool(line.resume_or_start)
+    if plan.places and role.is_first and not launched:  # before anything is read, written or listened at
+        say(f"the settings in {plan.source} name places outside it: {plan.places}")
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values, again=again)
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume

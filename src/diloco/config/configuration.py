@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten, merge, read_tables, read_toml, typed_values
@@ -11,6 +11,7 @@ from diloco.data import HUB_PREFIX, TOKENIZER_NAME
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, get_preset
 from diloco.monitor import MonitorSettings
+from diloco.private_files import NO_PLACE
 from diloco.train import RunSettings
 
 DEFAULT_PRESET = "tiny"
@@ -40,7 +41,7 @@ _NAMED_BY = {
 class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
-    preset: str = DEFAULT_PRESET
+    preset: Annotated[str, NO_PLACE] = DEFAULT_PRESET
     """Preset of model and training; `diloco presets` lists all."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 

@@ -22,6 +22,7 @@ import msgspec
 from tyro.conf import Positional
 
 from diloco.errors import ConfigurationError
+from diloco.private_files import NO_PLACE
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 from diloco.waiting import described
 
@@ -46,6 +47,7 @@ class Key:
     is_switch: bool  # its flag takes no value
     is_list: bool  # its flag takes several words
     is_table: bool  # a table of TOML, whose entries have dotted names of their own
+    is_place: bool  # whether it names something that a run reads, writes or listens at
 
     @property
     def section(self) -> str:
@@ -105,6 +107,7 @@ def _keys(settings_type: Any) -> dict[str, Key]:
             is_switch=annotation is bool,
             is_list=get_origin(annotation) is tuple,
             is_table=get_origin(annotation) is Mapping,
+            is_place=kind in (str, Path) and NO_PLACE not in marks,
         )
     return {**top, **nested}
 

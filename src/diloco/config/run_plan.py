@@ -51,12 +51,6 @@ that `train.steps` stretches the learning-rate schedule, which the run prints a 
 must be the same. A replica keeps its number
 of processes, only a swarm may change `network.replicas`, and no other run becomes a swarm or the reverse."""
 
-_PLACES = (
-    *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
-    *("checkpoint.mirror", "monitor.sinks", "monitor.prometheus"),
-)
-"""Settings that name what a run reads and writes beside its folder. What was fetched from elsewhere can't choose it."""
-
 _CODE_KEYS = [key for key in KEYS if key not in ("model.source", "monitor.sinks")]
 
 
@@ -68,6 +62,7 @@ class RunPlan:
     record: str  # text of ``config.toml``, without the settings of this process and this call
     source: Path | None  # run folder to resume from; None for a new run
     notes: Sequence[str]  # sentences for the user
+    places: str = ""  # what the folder that it resumes names beside itself, as flags
     corpus: Corpus | None = None  # what its settings name, if it has been read already
 
 
@@ -145,8 +140,10 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
             "own folder. Leave the file out."
         )
     source, path = _run_folder(resume)
-    saved = flatten(read_record(path))
+    settings = read_record(path)
+    saved = flatten(settings)
     confirm(source, saved, line.values)
+    places = {name: value for name, value in _chosen(settings).items() if name not in line.values}
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
     transports = {saved["network.transport"], wanted["network.transport"]}
     decided = {"network.replica_size"} | ({"network.replicas"} if transports != {"swarm"} else set())
@@ -175,7 +172,8 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     resolved = _resolved(build(Configuration, wanted | {"train.init_from": None}))
     record = _record(build(Configuration, flatten(resolved) | {"train.init_from": saved["train.init_from"]}))
     told = (*([stretched] if after > before else []), *notes(resolved))
-    return RunPlan(configuration=resolved, record=record, source=source, notes=told)
+    named = command_text("train", flags=_flags(places)).removeprefix("diloco train").strip()
+    return RunPlan(configuration=resolved, record=record, source=source, notes=told, places=named)
 
 
 def _may_have_moved(name: str, before: Any, now: Any) -> bool:
@@ -201,20 +199,23 @@ def read_record(path: Path) -> Configuration:
 
 
 def chosen_places(line: CommandLine) -> Values:
-    """Return those settings in `_PLACES` that a command line and its file choose, for a run that may have begun."""
-    asked, usual = flatten(_with_absolute_paths(compose(line))), flatten(Configuration())
-    return {name: asked[name] for name in _PLACES if asked[name] != usual[name]}
+    """Return the places that a command line and its file choose, for a run that may have begun."""
+    return _places(_with_absolute_paths(compose(line)))
+
+
+def _places(settings: Configuration) -> Values:
+    """Return the settings that name what a run reads, writes or listens at beside its folder, unless by default."""
+    values, usual = flatten(settings), flatten(Configuration())
+    elsewhere = {*_PER_CALL_KEYS, *_PROCESS_KEYS}
+    names = [name for name, key in keys_of(Configuration).items() if key.is_place and name not in elsewhere]
+    return {name: values[name] for name in names if values[name] != usual[name]}
 
 
 def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
     """Refuse the settings of a run at ``url``, in the file ``path``, if they choose a place that is not ``typed``."""
     saved, usual = read_record(path), flatten(Configuration())
-    places = {*_PLACES, *_PROCESS_KEYS}  # no run writes the latter
-    chosen = {name: value for name, value in flatten(saved).items() if name in places and value != usual[name]}
-    if saved.data.bpe_vocab_size is not None:
-        chosen.pop("data.tokenizer")
-    if not saved.data.names_file:
-        chosen.pop("data.format", None)
+    own = {name: value for name, value in flatten(saved).items() if name in _PROCESS_KEYS and value != usual[name]}
+    chosen = _chosen(saved) | own  # which no run writes
     if chosen.pop("checkpoint.mirror", url) != url:  # this is a copy, and the original may be in use
         chosen["checkpoint.mirror"] = url
     if missing := {name: value for name, value in chosen.items() if name not in typed}:
@@ -223,6 +224,16 @@ def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
             f"The settings at {url} need {options}, and a bucket can't choose that here. Nothing was fetched. Add "
             "what you want of it to the command."
         )
+
+
+def _chosen(saved: Configuration) -> Values:
+    """Return the places in the settings of a run that are outside its folder."""
+    chosen = _places(saved)
+    if saved.data.bpe_vocab_size is not None:
+        chosen.pop("data.tokenizer")
+    if not saved.data.names_file:
+        chosen.pop("data.format", None)
+    return chosen
 
 
 def _run_folder(resume: Path) -> tuple[Path, Path]:

@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
-from diloco.private_files import check_url
+from diloco.private_files import NO_PLACE, check_url
 
 TOKENIZER_NAME = "tokenizer.json"
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
@@ -48,7 +48,7 @@ class DataSettings:
     paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
     """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns or URLs (s3://, ...), folders
     made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
-    text_field: str = "text"
+    text_field: Annotated[str, NO_PLACE] = "text"
     """Field of records that holds the text."""
     format: Annotated[str, arg(metavar="{text,chat,chatml,plain,FILE.jinja}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers: records with the field

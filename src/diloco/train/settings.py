@@ -18,7 +18,7 @@ from diloco.data import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
-from diloco.private_files import check_url
+from diloco.private_files import NO_PLACE, check_url
 from diloco.transport import EmulateSettings, NetworkSettings
 
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
@@ -42,7 +42,7 @@ class TrainSettings:
     """Tokens per sequence."""
     precision: Annotated[Literal["float32", "bfloat16", "float16"], arg(aliases=["--precision"])] = "float32"
     """Autocast type of the forward pass. Parameters stay float32."""
-    device: Annotated[str, arg(aliases=["--device"])] = "auto"
+    device: Annotated[str, arg(aliases=["--device"]), NO_PLACE] = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
     global_device: Literal["model", "cpu"] = "model"
     """Where global parameters and outer state are kept. model: on the model's device; cpu: in (pinned) host memory."""
@@ -55,7 +55,8 @@ class TrainSettings:
     except the outputs of matrix products and attention. The results are the same bits."""
     data_parallel_steps: Annotated[int, Meta(ge=0), arg(aliases=["--data-parallel-steps"])] = 0
     """Start with this many shared data-parallel steps."""
-    init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
+    # no run that resumes reads it
+    init_from: Annotated[Path | None, arg(aliases=["--init-from"]), NO_PLACE] = None
     """Start from the parameters of a run or checkpoint, a .safetensors file, or a folder of transformers."""
 
 
@@ -63,7 +64,7 @@ class TrainSettings:
 class OptimizerSettings:
     """The inner optimizer and its learning rate."""
 
-    name: str = "AdamW"
+    name: Annotated[str, NO_PLACE] = "AdamW"
     """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, the
     head and vectors use AdamW, whose rate times `matrix_lr_ratio` (10) is that of Muon."""
     learning_rate: Annotated[float, Meta(gt=0), arg(aliases=["--learning-rate"])] = 4e-4
@@ -88,7 +89,7 @@ class EvaluationSettings:
     """Steps between evaluations. Default: a tenth of the run. 0: only at the end."""
     sequences: Annotated[int, Meta(ge=0)] = 256
     """Held-out sequences per evaluation, the same ones every time. 0: all."""
-    sample_prompts: tuple[str, ...] = ("def ",)
+    sample_prompts: Annotated[tuple[str, ...], NO_PLACE] = ("def ",)
     """Prompts for samples; each gets one sample. An empty prompt starts a new document."""
 
 

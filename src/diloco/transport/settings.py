@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from diloco.algorithm import check_ranges, check_whole
 from diloco.errors import ConfigurationError
+from diloco.private_files import NO_PLACE
 from diloco.transport.address import parse_address, parse_listen
 from diloco.units import Duration, Rate
 
@@ -35,9 +36,9 @@ class NetworkSettings:
     """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
     min_replicas: Annotated[int, Meta(ge=1)] = 1
     """After a loss, training continues only if at least this many replicas are left."""
-    run: Annotated[str | None, arg(aliases=["--run"])] = None
+    run: Annotated[str | None, arg(aliases=["--run"]), NO_PLACE] = None
     """swarm: name of the run; peers that give the same name train together."""
-    name: Annotated[str | None, arg(aliases=["--name"])] = None
+    name: Annotated[str | None, arg(aliases=["--name"]), NO_PLACE] = None
     """swarm: what the other peers call this replica. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
     """tcp: HOST:PORT at which all replicas meet, where replica 0 listens. swarm: addresses of any peers."""
@@ -49,7 +50,7 @@ class NetworkSettings:
     """swarm: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
     secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
-    allow: tuple[str, ...] = ()
+    allow: Annotated[tuple[str, ...], NO_PLACE] = ()
     """swarm: identities of the peers that may take part. Empty: all that know the run's name and secret."""
     round_timeout: Annotated[Duration, Meta(gt=0)] = 600.0
     """A round is void if it takes longer than this from its first contribution to its last commit."""
