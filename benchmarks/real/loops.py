@@ -108,9 +108,9 @@ def schedule_free(work: Path, text: Path) -> str:
     lines = program("schedule_free", work, text)
     worst = max(line["apart"] for line in lines)
     if worst > 1e-5:
-        raise WrongError(f"at a learning rate of 0 the parameters leave the global ones by {worst:.3f}")
-    rounds = lines[0]["rounds"]
-    return f"{rounds} rounds; at a learning rate of 0 the parameters stay within {worst:.0e} of the global ones"
+        raise WrongError(f"after a merge it moves the parameters by {worst:.3f} otherwise than a twin without a merge")
+    rounds, moved = lines[0]["rounds"], lines[0]["moved"]
+    return f"{rounds} rounds; after a merge it moves the parameters by {moved:.2f}, as a twin's without one, to {worst:.0e}"
 
 
 def sft(work: Path, text: Path) -> str:

@@ -1,7 +1,10 @@
 """A plain loop with PyPI's schedulefree, which keeps a copy of the parameters.
 
-With a learning rate of 0 after the first round the local parameters must stay at the global ones.
+After the first round, at a learning rate of 0, it must move the parameters as it moves those of a twin that has not
+been merged: towards its copy, which the merge has moved along.
 """
+
+import copy
 
 import schedulefree  # type: ignore[import-not-found]  # of PyPI
 import torch
@@ -17,7 +20,7 @@ torch.manual_seed(0)
 torch.nn.init.normal_(model.weight), torch.nn.init.zeros_(model.bias)
 optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
 optimizer.train()
-data, apart = points(400, 10 + given.replica), 0.0
+data = points(400, 10 + given.replica)
 outer = Sgd(learning_rate=1.0)
 with (
     connect(given) as transport,
@@ -35,8 +38,20 @@ with (
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        diloco.step()
+        if step == 9:
+            other = copy.deepcopy(model)
+            follows = schedulefree.AdamWScheduleFree(other.parameters(), lr=0.05)
+            follows.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            follows.train()
+            before = other.weight.detach().clone()
         if 10 <= step < 19:
-            weight = diloco.named_global_params()["weight"]
-            apart = max(apart, (model.weight.detach() - weight).abs().max().item())
-finish(diloco, model, apart=apart)
+            for group in follows.param_groups:
+                group["lr"] = 0.0
+            other.weight.grad, other.bias.grad = torch.zeros_like(other.weight), torch.zeros_like(other.bias)
+            follows.step()
+        diloco.step()
+        if step == 9:
+            merged = model.weight.detach().clone()
+        if step == 18:
+            moved, expected = model.weight.detach() - merged, other.weight.detach() - before
+finish(diloco, model, apart=(moved - expected).abs().max().item(), moved=moved.abs().max().item())
