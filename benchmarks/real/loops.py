@@ -110,7 +110,7 @@ def schedule_free(work: Path, text: Path) -> str:
     if worst > 1e-5:
         raise WrongError(f"after a merge it moves the parameters by {worst:.3f} otherwise than a twin without a merge")
     rounds, moved = lines[0]["rounds"], lines[0]["moved"]
-    return f"{rounds} rounds; after a merge it moves the parameters by {moved:.2f}, as a twin's without one, to {worst:.0e}"
+    return f"{rounds} rounds; after a merge it moves the parameters by {moved:.2f}, a twin's without one to {worst:.0e}"
 
 
 def sft(work: Path, text: Path) -> str:
