@@ -53,7 +53,7 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     [
         (
             "--seed 3 --codec int8 --outer-learning-rate 0.1 --preset 2m --device cuda --data x",
-            ["seed from 0 to 3", 'sync.codec from "fp4" to "int8"', 'data.paths from ["/',
+            ["seed from 0 to 3", 'sync.codec from "fp4" to "int8"',
              "sync.outer_learning_rate from 0.4 to 0.1",
              'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
@@ -359,7 +359,7 @@ def test_a_bucket_chooses_no_file_and_no_sink(
     there.write_text(stored)
     assert not Path("runs/mine").exists()
     other = [word.replace("text.jsonl", "run.toml") for word in line]
-    assert "cannot change data.paths" in refused(other, capsys)
+    assert "Use the model, the files and the tokenizer with which the run started" in refused(other, capsys, 1)
     assert main([*line, "--stop-after", "6"]) == 0, "the file says the same"
 
 

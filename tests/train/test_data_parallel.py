@@ -45,7 +45,7 @@ MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17
 def test_who_asks_to_join_while_gradients_are_averaged_is_told_until_when(
     algorithm: str, steps: int, words: str
 ) -> None:
-    totals = SimpleNamespace(steps=steps, compute_s=40.0, exchange_s=10.0)
+    totals = SimpleNamespace(steps=steps, compute_s=40.0, exchange_s=10.0, sequences=0, missed_sequences=0)
     settings = SimpleNamespace(algorithm=algorithm, train=SimpleNamespace(data_parallel_steps=200))
     session = mock.Mock(averages_gradients=True, totals=totals, settings=settings)
     Session.open_to_joiners(session)

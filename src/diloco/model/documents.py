@@ -50,10 +50,10 @@ def _compare(model: LanguageModel) -> str | None:
     device = next(model.parameters()).device
     length = min(_FIRST + _SECOND, model.max_sequence_length)
     split = min(_FIRST, length // 2)
-    tokens = 3 + torch.arange(length) * 5
+    tokens = 3 + torch.arange(length, dtype=torch.int64, device="cpu") * 5
     first, second = tokens[:split] % model.vocab_size, tokens[split:] % model.vocab_size
     other = (first + 1 + model.vocab_size // 2) % model.vocab_size
-    numbers = torch.arange(length) >= split
+    numbers = torch.arange(length, dtype=torch.int64, device="cpu") >= split
     after = slice(split, None)
 
     def logits(row: tuple[Tensor, ...], documents: Tensor | None) -> Tensor:

@@ -103,14 +103,19 @@ def _tried(optimizer: Any) -> tuple[list[tuple[_Path, nn.Parameter]], set[str]]:
     return list(found.items()), mixed
 
 
+def _drawn(low: int, high: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return whole numbers from ``low`` to below ``high``, which are the same on every processor."""
+    return torch.randint(low, high, tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
 def _compared(optimizer: Any, *, empty: bool) -> tuple[list[tuple[_Path, nn.Parameter]], set[tuple[str, ...]]]:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = [[min(size, _TINY) for size in parameter.shape] for parameter in held]
     # any type of parameters can hold these values exactly
-    first = [torch.randint(-8, 9, shape, generator=generator) / 4 for shape in shapes]
-    shifts = [torch.randint(16, 25, shape, generator=generator).float() for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_STEPS)]
+    first = [_drawn(-8, 9, shape, generator) / 4 for shape in shapes]
+    shifts = [_drawn(16, 25, shape, generator) for shape in shapes]
+    gradients = [[_drawn(-64, 65, shape, generator) / 32 for shape in shapes] for _ in range(_STEPS)]
     copied = set() if empty else _like_parameters(optimizer)
     second = [value + shift for value, shift in zip(first, shifts, strict=True)]
     trials = [_Trial(optimizer, held, values, copied, empty=empty) for values in (first, second)]
@@ -187,7 +192,7 @@ class _Trial:
                 if "weight_decay" in key and isinstance(value, float | int):
                     group[key] = type(value)(0)
             if "lr" in group:
-                rate = torch.tensor(_LEARNING_RATE)
+                rate = torch.tensor(_LEARNING_RATE, dtype=torch.float32, device="cpu")
                 group["lr"] = rate if isinstance(group["lr"], Tensor) else _LEARNING_RATE
         if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free ones
             train()
@@ -196,7 +201,7 @@ class _Trial:
         def closure() -> Tensor:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient.to(parameter.dtype).clone()
-            return torch.ones(())
+            return torch.ones((), dtype=torch.float32, device="cpu")
 
         closure()
         takes = "closure" in inspect.signature(type(self.optimizer).step).parameters
