@@ -57,8 +57,10 @@ from .partition import trainable_parameters as trainable_parameters
 from .partition import unflatten_ as unflatten_
 from .rounds import GREATEST_WEIGHT as GREATEST_WEIGHT
 from .rounds import LARGEST_MEAN as LARGEST_MEAN
-from .rounds import LEAST_FRAGMENT as LEAST_FRAGMENT
+from .rounds import LEAST_GRADIENTS as LEAST_GRADIENTS
 from .rounds import LEAST_WEIGHT as LEAST_WEIGHT
+from .rounds import WEIGHTS as WEIGHTS
+from .rounds import WEIGHTS_DIGEST as WEIGHTS_DIGEST
 from .rounds import AverageRule as AverageRule
 from .rounds import Contribution as Contribution
 from .rounds import Mean as Mean

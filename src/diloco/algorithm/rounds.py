@@ -35,8 +35,12 @@ _CHUNK_VALUES = 1 << 20  # whose squares are summed at a time; it defines the or
 LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
 """Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
 
-LEAST_FRAGMENT = -3
-"""The least fragment number. Fragments below 0 are gradients: -1, and less for further attempts after a void round."""
+LEAST_GRADIENTS, WEIGHTS_DIGEST, WEIGHTS = -3, -4, -5
+"""Fragments below 0: gradients, which are -1 and less for further attempts after a void round; digests of all weights,
+where replicas begin; and the weights themselves, if they differ."""
+
+LEAST_FRAGMENT = WEIGHTS
+"""The least fragment number."""
 
 _KINDS = "values", "floating buffers", "integer buffers"
 
@@ -93,14 +97,16 @@ class RoundId(NamedTuple):
 
     Attributes:
         fragment: p; -1 for the gradients of a data-parallel step, -2 for its second attempt after a void round, and so
-            on.
-        outer_step: The number of earlier synchronisations of the fragment; the inner step for gradients.
+            on; -4 and -5 for the digest of all weights, and the weights.
+        outer_step: The number of earlier synchronisations of the fragment; the inner step if it is below 0.
     """
 
     fragment: Annotated[int, Meta(ge=LEAST_FRAGMENT, le=1 << 53)]
     outer_step: Annotated[int, Meta(ge=0, le=1 << 53)]
 
     def __str__(self) -> str:
+        if self.fragment in (WEIGHTS_DIGEST, WEIGHTS):
+            return f"{'digests of the ' if self.fragment == WEIGHTS_DIGEST else ''}weights after step {self.outer_step}"
         if self.fragment < 0:
             attempt = f", attempt {-self.fragment}" if self.fragment < -1 else ""
             return f"gradients of step {self.outer_step}{attempt}"

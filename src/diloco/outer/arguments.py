@@ -53,7 +53,10 @@ _NAMED = 3  # the number of tensors that are always named; a digest covers all o
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
-FIRST_WEIGHTS = "first weights (seed all replicas alike, not by rank; compare_weights=False if a saved run goes on)"
+FIRST_WEIGHTS = (
+    "first weights (seed all replicas alike, not by rank; processors of several kinds draw others from one seed: load "
+    "those that replica 0 has saved; compare_weights=False if a saved run goes on)"
+)
 
 _CONTRACTS: Mapping[type, Callable[[Any], object]] = {
     Codec: lambda codec: check_codec(lambda: codec),

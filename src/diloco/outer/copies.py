@@ -13,6 +13,7 @@ import types
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -77,6 +78,17 @@ class Copies:
         # one may be the parameter's own memory, as the one of SAM is after a step
         apart = (each for each in tensors.values() if each.data_ptr() != mine.data_ptr())
         return [each for each in apart if each.numel() == mine.numel()]
+
+    @contextmanager
+    def moving(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Move what is kept of some parameters by as much as these move inside the block."""
+        kept = [(each, tensors) for each in parameters if (tensors := self.of(each))]
+        before = [local_shard(parameter).detach().to(torch.float32, copy=True) for parameter, _ in kept]
+        yield
+        for (parameter, tensors), values in zip(kept, before, strict=True):
+            change = local_shard(parameter).detach().to(torch.float32) - values
+            for tensor in tensors:
+                tensor.add_(change.view(tensor.shape).to(tensor.device))
 
 
 def _keeps_none(optimizer: Any) -> bool:

@@ -17,7 +17,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -338,7 +337,7 @@ class Fragment:
     def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
         """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
         others = [self.global_params] if sent is None else [self.global_params, sent]
-        with self._moving_copies():
+        with self._copies.moving(self.parameters):
             for local, values, *kept in self._local_parts(*others):
                 rule.merge(local, values, kept[0] if kept else None)
 
@@ -412,21 +411,9 @@ class Fragment:
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
-        with self._moving_copies():
+        with self._copies.moving(self.parameters):
             for local, old, new in self._local_parts(before, self.global_params):
                 local.add_(new - old)
-
-    @contextmanager
-    def _moving_copies(self) -> Iterator[None]:
-        """Move what the inner optimizer keeps of the local parameters by as much as these move inside the block."""
-        copies = [self._copies.of(parameter) for parameter in self.parameters]
-        before = self.local() if any(copies) else None
-        yield
-        if before is not None:
-            moved = torch.split(self.local().sub_(before), [local_shard(each).numel() for each in self.parameters])
-            for tensors, change in zip(copies, moved, strict=True):
-                for tensor in tensors:
-                    tensor.add_(change.view(tensor.shape).to(tensor.device))
 
     def _local_parts(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the local parameters, to be changed in place, with the same pieces of other vectors.

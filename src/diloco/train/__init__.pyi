@@ -30,6 +30,7 @@ from .replica import GradientAverager as GradientAverager
 from .replica import RandomState as RandomState
 from .replica import average_gradients as average_gradients
 from .run import run_training as run_training
+from .same_weights import agree_on_weights as agree_on_weights
 from .session import Session as Session
 from .settings import OptimizerSettings as OptimizerSettings
 from .settings import RunSettings as RunSettings

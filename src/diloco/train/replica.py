@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import (
-    LEAST_FRAGMENT,
+    LEAST_GRADIENTS,
     Codec,
     Contribution,
     RoundId,
@@ -40,7 +40,7 @@ from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop
 from diloco.transport import Pending, ReplicaGroup, Transport
 
-_ATTEMPTS = -LEAST_FRAGMENT
+_ATTEMPTS = -LEAST_GRADIENTS
 """Rounds to try for the gradients of one step. No later round contains them, unlike a pseudo-gradient's work."""
 
 

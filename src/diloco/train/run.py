@@ -165,6 +165,8 @@ class _Run:
             if self.step < self.settings.train.steps:
                 fleet.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
+            if self.step == 0 and (self.resumed_from is None or fleet.elastic):  # who joins takes the others' state
+                session.agree_on_weights()
             if self.saved_at != self.step and self.resumed_from not in (None, OTHERS):
                 self._save()  # what it continues from is in another folder
             stopped_by_others = self._take_steps(stop)

@@ -15,7 +15,8 @@ from diloco.algorithm import digest_tensors, make_codec, persistent_buffers, tra
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
-from diloco.events import Event, RoundCommitted, StepFinished
+from diloco.errors import RoundVoidError, TransportError
+from diloco.events import Event, Note, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo, check_arguments, complete
 from diloco.train.description import outer_arguments
@@ -23,6 +24,7 @@ from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica import DynamicSteps, GradientAverager, RandomState, Replica, average_gradients
+from diloco.train.same_weights import agree_on_weights
 from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
@@ -132,6 +134,8 @@ class Session:
         stepped_s = time.perf_counter()
         self._synchronise(trained=trained)
         finished_s = time.perf_counter()
+        if self.totals.steps == self.settings.train.data_parallel_steps and self.replicas[0].diloco is None:
+            self.agree_on_weights()  # optimizers round otherwise on another processor
         self._end_shared_start_if_due()
         compute_s = stepped_s - started_s - averaging_s
         self.totals.compute_s += compute_s
@@ -194,6 +198,29 @@ class Session:
         train = self.settings.train
         tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
         return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
+
+    def agree_on_weights(self) -> None:
+        """Go on with the weights of the first replica if any has others, where replicas in several processes begin.
+
+        A swarm does so only in its shared start, in which nobody joins: it then knows who takes part.
+        """
+        fleet, first = self.fleet, self.replicas[0]
+        if len(fleet.local) == fleet.num_members or (fleet.elastic and not (fleet.begun and self.averages_gradients)):
+            return
+        try:
+            transport, step = first.gradients.transport, self.totals.steps
+            words = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step)
+        except RoundVoidError as error:
+            words = f"{error} So it isn't known whether all replicas have the same weights."
+        except TransportError:
+            if not fleet.rejoins:
+                raise
+            words = ""  # the loss is reported at the next step
+        if words:
+            self._emit(Note(step=0, text=words))
+            if first.diloco is not None:  # its global parameters are the earlier weights
+                first.diloco = None
+                self.begin_diloco(first)
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """Return the outer loop of a replica, which begins with the replica's parameters as the global ones."""
