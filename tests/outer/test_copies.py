@@ -1,9 +1,11 @@
 """Optimizers that keep values of the parameters: a merge moves these too, so that they don't pull it back."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -263,24 +265,45 @@ def test_moments_are_never_taken_for_copies(name: str) -> None:
         assert all(Copies([optimizer]).of(parameter) == [] for parameter in model.parameters())
 
 
+class Draws(SGD):
+    """Draws from all generators of the process, as optimizers with noise or stochastic rounding may."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns nothing
+        super().step()
+        random.random(), np.random.rand(), torch.rand(1)
+
+
+def drawn_state() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_trial_leaves_the_optimizer_alone(scheduled: bool) -> None:
     """Also one whose step a scheduler of torch has replaced, with a closure on the real optimizer."""
     model = nn.Linear(4, 4)
-    base = type("Mine", (SGD,), {})(model.parameters(), lr=1.0, momentum=0.9)
+    base = Draws(model.parameters(), lr=1.0, momentum=0.9)
     if scheduled:
         torch.optim.lr_scheduler.StepLR(base, 2)
     optimizer = Lookahead(base)
     calls: list[int] = []
     base.register_step_post_hook(lambda *_: calls.append(1))
-    before, generator = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    before, generators = [p.detach().clone() for p in model.parameters()], drawn_state()
     slow = {p: id(state["slow"]) for p, state in optimizer.state.items()}
     DiLoCo(model, optimizer)  # type: ignore[arg-type]  # has groups of parameters, which is enough
     assert all(map(torch.equal, before, model.parameters()))
-    assert torch.equal(generator, torch.get_rng_state())
+    assert drawn_state() == generators
     assert slow == {p: id(state["slow"]) for p, state in optimizer.state.items()}
     assert (calls, optimizer.count, dict(base.state)) == ([], 0, {})
     assert base.param_groups[0]["lr"] == 1.0
+
+
+def test_an_optimizer_of_a_gpu_is_tried_on_the_host_and_an_empty_parameter_hides_no_doubt() -> None:
+    """Torch's own checks refuse ``capturable`` there; a tensor without values is a copy of nothing."""
+    model = nn.ParameterList([torch.ones(3), torch.ones(0)])
+    assert Copies([type("Mine", (Adam,), {})(model, capturable=True)]).doubts == []
+    copies = Copies([Biased(model, lr=0.1)])
+    assert "keeps 'mean'" in copies.doubts[0]
+    assert [copies.of(each) for each in model] == [[], []]
 
 
 class Biased(SGD):

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from diloco.checkpoint import CheckpointWriter, open_checkpoint
 from diloco.cli import main
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.train import RandomState, held_step, load_session, save_session
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, of_torchrun, train
@@ -115,6 +115,52 @@ def test_moments_of_another_type_than_the_parameters_stay_so(shared_start: int, 
     for folder in ("whole", "stopped"):
         own = open_checkpoint(tmp_path / folder).load("replica-1-own-0")["state"]["inner"]["slots"]
         assert {each.dtype for slots in own.values() for each in slots["moments"]} == {torch.bfloat16}
+
+
+OWN = """
+import torch
+
+class Counts(torch.optim.SGD):
+    \"\"\"Steps in its training mode only, ever more slowly, by a count that is in no parameter's state.\"\"\"
+
+    count, mode = 0, "eval"
+
+    def train(self):
+        self.mode = "train"
+
+    def step(self, closure=None):
+        assert self.mode == "train"
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] /= self.count
+        super().step()
+
+    def state_dict(self):
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        self.count = state["count"]
+
+class Bare(torch.optim.SGD):
+    def state_dict(self):
+        return {"count": 1}
+"""
+
+
+@pytest.mark.parametrize("shared_start", [0, 5])
+def test_an_optimizer_is_in_its_training_mode_and_all_of_its_state_is_saved(
+    shared_start: int, data: Path, tmp_path: Path
+) -> None:
+    (code := tmp_path / "own.py").write_text(OWN)
+    arguments = f"--optimizer.name {code}:Counts --data-parallel-steps {shared_start}"
+    whole = train(data, tmp_path / "whole", arguments)
+    train(data, tmp_path / "stopped", f"{arguments} --stop-after 7")
+    again = train(data, tmp_path / "stopped", f"{arguments} --resume {tmp_path / 'stopped'}")
+    assert again["global_params_digest"] == whole["global_params_digest"]
+    with pytest.raises(ConfigurationError, match=r"its state_dict\(\) returned count. Checkpoints need the 'state'"):
+        train(data, tmp_path / "bare", f"--optimizer.name {code}:Bare")
+    assert not (tmp_path / "bare").exists()
 
 
 def test_replicas_use_one_model_and_optimizer_while_they_average_gradients(data: Path) -> None:

@@ -9,6 +9,7 @@ by this constant is a copy of the parameter; moments, which depend on gradients 
 from __future__ import annotations
 
 import inspect
+import random
 import types
 import warnings
 from collections import defaultdict
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,7 +56,7 @@ class Copies:
                 continue
             name = type(optimizer).__name__
             try:
-                with warnings.catch_warnings(), torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
+                with warnings.catch_warnings(), _same_random(), torch.compiler.set_stance("force_eager"):
                     warnings.simplefilter("ignore")
                     found, mixed = _tried(optimizer)
             except Exception as error:  # of somebody else's code, which meets parameters that are not its own
@@ -89,6 +91,18 @@ class Copies:
             change = local_shard(parameter).detach().to(torch.float32) - values
             for tensor in tensors:
                 tensor.add_(change.view(tensor.shape).to(tensor.device))
+
+
+@contextmanager
+def _same_random() -> Iterator[None]:
+    """Leave the generators of torch on the CPU, of Python and of NumPy as they are before the block."""
+    python, numpy_ = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_)
 
 
 def _keeps_none(optimizer: Any) -> bool:
@@ -160,7 +174,7 @@ def _owners(path: _Path, numel: int, tensors: Sequence[Tensor], held: Sequence[n
     numbers = [number for number, each in enumerate(held) if not keys or each is keys[-1]]
     if not keys and type(path[-1]) is int and path[-1] < len(held):
         numbers.insert(0, path[-1])
-    return [number for number in numbers if tensors[number].numel() == numel]
+    return [number for number in numbers if tensors[number].numel() == numel > 0]
 
 
 def _name(path: _Path) -> tuple[str, ...]:
@@ -203,6 +217,8 @@ class _Trial:
             for key, value in group.items():
                 if "weight_decay" in key and isinstance(value, float | int):
                     group[key] = type(value)(0)
+            if "capturable" in group:  # only on a GPU
+                group["capturable"] = False
             if "lr" in group:
                 rate = torch.tensor(_LEARNING_RATE, dtype=torch.float32, device="cpu")
                 group["lr"] = rate if isinstance(group["lr"], Tensor) else _LEARNING_RATE

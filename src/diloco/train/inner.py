@@ -254,6 +254,14 @@ def make_inner_optimizer(
         raise ConfigurationError(
             f"optimizer.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
         )
+    if not {"state", "param_groups"} <= (saved := optimizer.state_dict()).keys():
+        raise ConfigurationError(
+            f"optimizer.name={name}: its state_dict() returned {', '.join(map(str, saved)) or 'nothing'}. Checkpoints "
+            "need the 'state' of each parameter and the 'param_groups', as torch.optim.Optimizer returns them; other "
+            "entries may be beside them."
+        )
+    if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones step in this mode only
+        train()
     return optimizer
 
 

@@ -79,7 +79,8 @@ class ReplicaState:
             diloco = self.diloco.state_dict()
             diloco["fragments"] = [{k: v for k, v in f.items() if k not in _AGREED} for f in diloco["fragments"]]
         groups, on_host = saved["optimizer"]["param_groups"], saved["on_host"]
-        inner = {"groups": groups, "slots": slots, "on_host": on_host, "scaler": saved["scaler"]}
+        more = {name: value for name, value in saved["optimizer"].items() if name not in ("state", "param_groups")}
+        inner = {"groups": groups, "slots": slots, "more": more, "on_host": on_host, "scaler": saved["scaler"]}
         return {"inner": inner, "diloco": diloco}
 
     def load(self, checkpoint: Checkpoint, part: str, rest: Mapping[str, Any]) -> None:
@@ -108,7 +109,7 @@ class ReplicaState:
             index[name]: {slot: self._slot(value, name) for slot, value in slots.items()}
             for name, slots in inner["slots"].items()
         }
-        loaded = {"state": state, "param_groups": inner["groups"]}
+        loaded = {**inner["more"], "state": state, "param_groups": inner["groups"]}
         load_optimizer_state(optimizer, loaded, on_host=inner["on_host"])
         self.inner.scaler.load_state_dict(dict(inner["scaler"]))
         if self.diloco is not None:
