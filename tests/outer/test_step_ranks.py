@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -91,10 +92,28 @@ def refused(transport: Transport, *names: str) -> list[str]:
     return wrong
 
 
+def late(transport: Transport) -> list[str]:
+    """Return which wrappers, made after the constructor, were not refused at the first step."""
+    wrong = []
+    for wrap in (DistributedDataParallel, replicate):
+        model = layers()
+        diloco = DiLoCo(model, optimizer := sgd(model), transport=transport, schedule=SCHEDULE)
+        wrapped = wrap(model)
+        wrapped(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        try:
+            with pytest.raises(ConfigurationError, match="DistributedDataParallel averages"):
+                diloco.step()
+        except BaseException as error:
+            wrong.append(f"{wrap.__name__}: {error!r}")
+        del wrapped
+    return wrong
+
+
 def each_rank_a_replica(rank: int, folder: Path, address: Address) -> tuple[list[str], torch.Tensor]:
     begin(rank, folder, 2)
     with connect_process_group() as transport:
-        wrong = refused(transport)
+        wrong = refused(transport) + late(transport)
         # switched off, it is a plain model
         model = DistributedDataParallel(layers())
         model.require_backward_grad_sync = False

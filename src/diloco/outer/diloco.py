@@ -153,6 +153,7 @@ class DiLoCo:
         self.fragments = tuple(Fragment(layout, arguments, self._greatest, copies) for layout in layouts)
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         self._listen = on_event or _Warnings()
+        self._has_begun = False
         self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
         self._synchronised = synchronised(model, self.named_parameters())
         self._saved_facts = argument_facts(model, arguments, "saved")
@@ -176,6 +177,10 @@ class DiLoCo:
 
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
+        if not self._has_begun:
+            self._has_begun = True
+            # a wrapper may have come since the constructor, and `replicate` makes its own in the first forward pass
+            check_ranks(self.model, self._optimizers, self.transport)
         if (weights := self._weights_to_compare) != GOES_ON:
             self._weights_to_compare = GOES_ON
             self.transport.agree(self._facts | {FIRST_WEIGHTS: weights})
