@@ -198,3 +198,50 @@ def test_a_function_may_take_the_whole_model(own: Path) -> None:
     model = outline(settings, 257).to_empty(device="cpu")
     groups = make_inner_optimizer(settings.optimizer, model).param_groups
     assert [group["momentum"] for group in groups if group["orthogonalise"]] == [0.8]
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("sympy:sympify", {"a": "__import__('pathlib').Path('ran').touch()"}),
+        ("setuptools._distutils.spawn:spawn", {"cmd": ["touch", "ran"]}),
+        ("IPython.utils.process:system", {"cmd": "touch ran"}),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--print-config", "--steps 1"])
+def test_a_file_alone_does_not_run_what_somebody_else_has_installed(
+    source: str,
+    arguments: Mapping[str, Any],
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = "".join(f"{key} = {value!r}\n" for key, value in arguments.items())
+    Path("run.toml").write_text(f'[model]\nsource = "{source}"\n[model.arguments]\n{tables}')
+    assert f"add --model {source} to the command" in refused(["train", "run.toml", *flag.split()], capsys)
+    Path("study.toml").write_text(f'[base]\nmodel.source = "{source}"\n[axes]\nseed = [0, 1]\n')
+    assert "names code that does not lie beside it" in refused(["sweep", "study.toml", "--out", "studies"], capsys)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "run.toml", tmp_path / "study.toml"]
+
+
+def test_a_file_may_name_code_that_lies_beside_it_and_the_user_any_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs").mkdir()
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder / "shares.py").write_text(
+            "from diloco import AlphaMerge\n\nhalf = lambda: AlphaMerge(0.5)\n"
+        )
+        (tmp_path / folder / "run.toml").write_text('[sync]\nmerge = "shares:half"\n')
+    monkeypatch.chdir(tmp_path / "mine")
+    assert main(["train", "run.toml", "--print-config"]) == 0
+    capsys.readouterr()
+    other = "../theirs/run.toml"  # a module is imported from the working directory
+    assert "add --sync.merge shares:half to the command" in refused(["train", other, "--print-config"], capsys)
+    assert main(["train", other, "--sync.merge", "shares:half", "--print-config"]) == 0
+    capsys.readouterr()
+    changed = refused(["train", other, "--sync.merge", "shares:whole", "--print-config"], capsys)
+    assert "--sync.merge shares:whole is other code" in changed

@@ -17,7 +17,7 @@ def gguf_facts(path: Path, export: Path) -> str:
     """
     from gguf import GGUFReader  # type: ignore[import-not-found]  # of PyPI, or beside the converter
 
-    reader, tokenizer = GGUFReader(path), AutoTokenizer.from_pretrained(export)
+    reader, tokenizer = GGUFReader(path), AutoTokenizer.from_pretrained(export, trust_remote_code=False)
 
     def value(key: str) -> Any:
         field = reader.get_field(f"tokenizer.ggml.{key}")

@@ -85,7 +85,7 @@ def fetch(name: str, work: Path) -> tuple[Path, str]:
 def tokenizer_of(folder: Path) -> Any:
     """Return the tokenizer as transformers reads it. A bare tokenizer.json gets the usual names of its tokens."""
     if (folder / "tokenizer_config.json").exists():
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     fast: Any = transformers.PreTrainedTokenizerFast
     return fast(tokenizer_file=str(folder / "tokenizer.json"), **usual)
@@ -101,19 +101,19 @@ def tiny_model(family: Family, tokenizer: Any, folder: Path) -> Path:
         vocab_size=vocabulary, **{**SMALL, **family.arguments, **ids}
     )
     causal: Any = AutoModelForCausalLM
-    model = causal.from_config(config)
+    model = causal.from_config(config, trust_remote_code=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def read_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def greedy(folder: Path, ids: list[int], tokens: int) -> list[int]:
     """Return what transformers appends to ``ids`` without drawing."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     made = model.generate(
         torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, top_k=None, top_p=None, temperature=None
     )
@@ -206,8 +206,9 @@ class Steps:
         self.diloco(f"export {self.runs}/tuned --out {self.runs}/merged --merge")
         tokenizer = read_tokenizer(self.runs / "merged")
         self.same_tokens(tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(self.runs / "merged")
-        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), self.runs / "adapter")
+        model = AutoModelForCausalLM.from_pretrained(self.runs / "merged", trust_remote_code=False)
+        base = AutoModelForCausalLM.from_pretrained(self.base, trust_remote_code=False)
+        adapted = PeftModel.from_pretrained(base, self.runs / "adapter", trust_remote_code=False)
         ids = tokenizer(TEXTS[0])["input_ids"]
         difference = (logits(model, ids) - logits(adapted, ids)).abs().max().item()
         if difference > 1e-4:

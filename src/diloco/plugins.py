@@ -89,18 +89,77 @@ def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) 
     Raises:
         ConfigurationError: a name is missing in ``typed``, or is another; the message has the options to add.
     """
-    options, others = [], []
+    if options := _unconfirmed(stored, typed):
+        raise ConfigurationError(
+            f"{where} was made with code that did not come with diloco, and a folder can't choose the code that runs "
+            f"here.{_other_code(stored, typed)} If you have that code and trust it, add {options} to the command."
+        )
+
+
+def confirm_file(file: Path, stored: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    """Check that code named in a TOML file lies beside the file, or is named by the user, too.
+
+    So a file alone doesn't run what somebody else has installed here.
+
+    Args:
+        file: the TOML file; code in its folder and in those below lies beside it.
+        stored: setting -> value there.
+        typed: setting -> value that the user has given in this call.
+
+    Raises:
+        ConfigurationError: a name is of code elsewhere, and missing in ``typed``; the message has the options to add.
+    """
+    folder = file.expanduser().resolve().parent
+    distant = {
+        key: names for key, names in own_code(stored).items() if not all(_lies_in(folder, name) for name in names)
+    }
+    if options := _unconfirmed(distant, typed):
+        raise ConfigurationError(
+            f"{file} names code that does not lie beside it, and a file alone can't choose the code that runs here."
+            f"{_other_code(distant, typed)} If you trust that code, add {options} to the command, or put it beside the "
+            "file."
+        )
+
+
+def _lies_in(folder: Path, text: str) -> bool:
+    """Return whether the code that ``text`` names is in a file below ``folder`` that no installer has put there."""
+    if not is_own(text):
+        return True
+    place, _ = split(text)
+    if place.endswith(".py"):
+        return Path(place).expanduser().resolve().is_relative_to(folder)
+    sys.path.insert(0, here := str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(place.partition(".")[0])  # of a package; its code does not run
+    except (ImportError, ValueError):
+        return True  # `find` says that it can't be imported
+    finally:
+        sys.path.remove(here)
+    if spec is None:
+        return True
+    homes = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else ())]
+    files = [Path(home).resolve() for home in homes]
+    installed = any(part in ("site-packages", "dist-packages") for file in files for part in file.parts)
+    return bool(files) and not installed and all(file.is_relative_to(folder) for file in files)
+
+
+def _unconfirmed(stored: Mapping[str, Any], typed: Mapping[str, Any]) -> str:
+    """Return the options that would name the stored code which the user has not named, or ""."""
+    options = []
     for key, names in own_code(stored).items():
         if key in typed and (isinstance(typed[key], tuple) or same_code(names[0], typed[key])):
             continue
-        option = "--model" if key == "model.source" else f"--{key}"
-        options.append(f"{option} {shlex.join(names)}")
-        others += [f" {option} {typed[key]} is other code."] if key in typed else []
-    if options:
-        raise ConfigurationError(
-            f"{where} was made with code that did not come with diloco, and a folder can't choose the code that runs "
-            f"here.{''.join(others)} If you have that code and trust it, add {' '.join(options)} to the command."
-        )
+        options.append(f"{_option(key)} {shlex.join(names)}")
+    return " ".join(options)
+
+
+def _other_code(stored: Mapping[str, Any], typed: Mapping[str, Any]) -> str:
+    given = [key for key, names in own_code(stored).items() if key in typed and not same_code(names[0], typed[key])]
+    return "".join(f" {_option(key)} {typed[key]} is other code." for key in given if not isinstance(typed[key], tuple))
+
+
+def _option(key: str) -> str:
+    return "--model" if key == "model.source" else f"--{key}"
 
 
 def find(key: str, text: str, kind: type) -> Callable[..., Any]:

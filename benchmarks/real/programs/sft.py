@@ -20,11 +20,11 @@ settings = SFTConfig(
     max_length=48, logging_steps=6, report_to="none", use_cpu=True, disable_tqdm=True, seed=0, bf16=False,
     gradient_checkpointing=False,
 )  # fmt: skip
-tokenizer = AutoTokenizer.from_pretrained(base)
+tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 with connect(given) as transport:
     trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(base), args=settings, processing_class=tokenizer,
+        AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False), args=settings, processing_class=tokenizer,
         train_dataset=replica_share(Dataset.from_list(pairs), replica=given.replica, num_replicas=2),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
     )  # fmt: skip

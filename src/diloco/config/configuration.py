@@ -11,6 +11,7 @@ from diloco.data import HUB_PREFIX, TOKENIZER_NAME
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, get_preset
 from diloco.monitor import MonitorSettings
+from diloco.plugins import confirm_file
 from diloco.private_files import NO_PLACE
 from diloco.train import RunSettings
 
@@ -136,8 +137,16 @@ def _refuse_unknown_tokenizer(model: ModelSettings) -> None:
 
 
 def values_in_file(line: CommandLine) -> Values:
-    """Return the values of the TOML file of a command line, on top of the line's own defaults."""
-    return line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
+    """Return the values of the TOML file of a command line, on top of the line's own defaults.
+
+    Raises:
+        ConfigurationError: the file has an unknown key or an invalid value, or names code that lies elsewhere.
+    """
+    if line.file is None:
+        return line.defaults
+    values = read_toml(line.file, Configuration)
+    confirm_file(line.file, values, line.values)
+    return line.defaults | values
 
 
 def asked_values(line: CommandLine) -> Values:

@@ -39,7 +39,7 @@ from diloco.config import (
 from diloco.devices import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
-from diloco.plugins import code_digest, find, is_own, own_code
+from diloco.plugins import code_digest, confirm_file, find, is_own, own_code
 from diloco.train import start_process
 
 
@@ -71,14 +71,17 @@ class Run:
     def command(self, home: Path) -> list[str]:
         """Return the arguments with which the run resumes in ``home``, or begins if there is no checkpoint of it."""
         saved = any((home / "checkpoints").glob("step-*"))
-        if saved and self._is_in(home):  # a folder alone does not choose whose code runs
-            own = own_code(flatten(self.plan.configuration)).items()
-            return ["train", "--resume", str(home), *(word for key, names in own for word in (f"--{key}", *names))]
+        own = own_code(
+            flatten(self.plan.configuration)
+        ).items()  # a folder or file alone does not choose whose code runs
+        code = [word for key, names in own for word in (f"--{key}", *names)]
+        if saved and self._is_in(home):
+            return ["train", "--resume", str(home), *code]
         if home.exists():
             with lock_folder(home):  # keep it if somebody continued it with other settings
                 home.rename(f"{home}.{time.time_ns()}") if saved else shutil.rmtree(home)
         write_whole(Path(f"{home}.toml"), self.plan.record)
-        return ["train", f"{home}.toml", "--out", str(home)]
+        return ["train", f"{home}.toml", "--out", str(home), *code]
 
     def _is_in(self, home: Path) -> bool:
         """Return whether a folder was made with these settings; somebody may have continued it with others."""
@@ -127,6 +130,7 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
     settings = typed_values(parse_tables(text, str(path)), Configuration, str(path))
+    confirm_file(path, settings, {})
     try:
         plan = plan_run(CommandLine(defaults=settings))
     except ConfigurationError as error:
