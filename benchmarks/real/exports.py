@@ -56,7 +56,7 @@ def try_all(tries: Tries, work: Path, only: list[str], converter: Path | None) -
 
             def make(vocabulary: str = vocabulary, export: Path = export) -> str:
                 line = f"train --data {play(work)} {SMALL} --steps 10 --out {runs}/{vocabulary}"
-                diloco(line + (" --tokenizer bpe" if vocabulary == "bpe" else ""))
+                diloco(line + (" --tokenizer bpe:1024" if vocabulary == "bpe" else ""))
                 diloco(f"export {runs}/{vocabulary} --out {export}")
                 return "exported"
 
