@@ -23,6 +23,14 @@ metric_list:
 """
 
 
+# docs/after-training.md, and where the script lies
+CONVERT = """import sys
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf_to_gguf, conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda *_: 'gpt-2'
+convert_hf_to_gguf.main()"""
+
+
 def lm_eval(diloco: Diloco, runs: Path, export: Path) -> str:
     """Measure bits per byte of an export with lm-eval, and with `diloco evaluate` on the same texts."""
     parts = [part for part in play(runs.parents[1]).read_text("utf-8", "replace").split("\n\n") if len(part) > 40][-40:]
@@ -70,7 +78,8 @@ def try_all(tries: Tries, work: Path, only: list[str], converter: Path | None) -
                 target = runs / f"{vocabulary}.gguf"
 
                 def convert(export: Path = export, target: Path = target) -> str:
-                    run([[str(converter), str(export), "--outfile", str(target), "--outtype", "f32"]], runs)
+                    run([["-c", CONVERT, str(converter.parent), str(export), "--outfile", str(target)]], runs)
                     return gguf_facts(target, export)
 
-                tries(f"{vocabulary}: GGUF", llama_cpp(converter), f"convert_hf_to_gguf.py {export.name}", convert)
+                line = f"the page's lines around convert_hf_to_gguf.py {export.name}"
+                tries(f"{vocabulary}: GGUF", llama_cpp(converter), line, convert)
