@@ -130,7 +130,7 @@ NO_ENTRY: list[dict[str, Any]] = [
     {"name": "x" * (MAX_NAME + 1)},
 ]
 OUT_OF_RANGE = [
-    msgspec.structs.replace(HEADER, round=(-4, 0)),
+    msgspec.structs.replace(HEADER, round=(-6, 0)),
     msgspec.structs.replace(HEADER, round=(0, 1 << 54)),
     msgspec.structs.replace(HEADER, numel=-1),
     msgspec.structs.replace(HEADER, buffers=1 << 60),

@@ -50,7 +50,8 @@ def agree_on_weights(model: LanguageModel, optimizer: Any, transport: Transport,
         TransportError: if a round is void or a replica is lost. Nothing was changed.
     """
     shards = {name: local_shard(each) for name, each in trainable_parameters(model).items()}
-    mine = torch.tensor([*bytes.fromhex(digest_tensors(shards | persistent_buffers(model)))], dtype=torch.uint8)
+    digest = bytes.fromhex(digest_tensors(shards | persistent_buffers(model)))
+    mine = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
     moved = transport.sent_bytes, transport.received_bytes  # those of payloads, and these few bytes are none
     values = mine.float().to(next(iter(shards.values())).device)
     average = _averaged(transport, RoundId(WEIGHTS_DIGEST, step), values, integers=mine)
