@@ -95,6 +95,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "null": ("a.jsonl", b'{"text": "one"}\n{"text": null}\n', ":2: the field 'text' holds NoneType"),
     "number in an array": ("a.json", b'[{"text": "one"}, {"text": 3}]', ", record 1: the field 'text' holds int"),
     "half of a pair": ("a.jsonl", b'{"text": "\\ud800"}', ":1: the field 'text' holds half of a surrogate pair"),
+    "a conversation": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user"}]}\n',
+        ":1 is a conversation .*`diloco finetune` learns",
+    ),
     "no field": ("a.jsonl", b'{"text": "one"}\n{"txt": 1}\n', ":2 has no field 'text' .*did you mean 'txt'"),
     "broken": ("a.jsonl", b'{"text": "one"}\n{"text": \n', ":2 is not JSON"),
     "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', ":1 is not JSON: .*can't decode byte 0xff"),

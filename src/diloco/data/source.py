@@ -113,6 +113,11 @@ class Source:
         if isinstance(content, str):
             return content
         if field not in content:
+            if content.keys() & {"messages", "completion"}:
+                raise DataError(
+                    f"{place} is a conversation and has no field {field!r} (data.text_field). `diloco finetune` learns "
+                    "conversations, and `diloco evaluate` measures its runs on them."
+                )
             raise DataError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
         return checked_text(content[field], place, field)
 
