@@ -118,6 +118,15 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
     "empty answer": (said("q", ""), "<user:q><assistant:«>»"),
     "parts": (said({"role": "user", "content": [{"type": "text", "text": "q"}, "!"]}, "a"), "<user:q!><assistant:«a>»"),
+    "loss_weight": (
+        said(
+            {"role": "user", "content": "p", "loss_weight": 0.0},
+            answer("b", loss_weight=0.0),
+            "q",
+            answer("a", loss_weight=1.0),
+        ),
+        f"<user:p><assistant:b>{BOTH}",
+    ),
     "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
     "tools as JSON": (said("q", "a", tools=TOOL_TEXT), f"{TOOL_TEXT}{BOTH}"),
     "null argument of another tool": (

@@ -267,7 +267,7 @@ _OF_TEMPLATE = {
 """Values by which templates choose what they write."""
 
 _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
-"""Names of fields that may say what is learned. Only ``weight`` of a message can be followed."""
+"""Names of fields that may say what is learned. Only ``weight`` or ``loss_weight`` of a message can be followed."""
 
 
 def _read(fields: Any) -> tuple[list[dict[str, Any]], list[bool], list[dict[str, Any]], set[str]]:
@@ -322,9 +322,9 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     rest = dict(turn)
     role, content = rest.pop("role"), rest.pop("content", None)
     calls = [_tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
-    weight = rest.pop("weight", 1)
-    for name, mark in {"weight": weight, **rest}.items():
-        if _MARKS.search(name) and (name != "weight" or mark not in (0, 1)):
+    weights = {name: rest.pop(name) for name in ("weight", "loss_weight") if name in rest}
+    for name, mark in {**weights, **rest}.items():
+        if _MARKS.search(name) and (name not in weights or mark not in (0, 1)):
             raise DataError(
                 f"{name} is {mark!r:.80}, which can't be followed: an answer is learned or not (weight = 1 or 0)."
             )
@@ -332,7 +332,7 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if content is not None or not calls:
         message["content"] = _text(content)
     message |= rest | ({"tool_calls": calls} if calls else {})
-    return message, role == "assistant" and bool(weight)
+    return message, role == "assistant" and all(weights.values())
 
 
 def _text(content: Any) -> str:
