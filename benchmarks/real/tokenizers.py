@@ -190,9 +190,11 @@ class Steps:
 
     def finetune(self) -> str:
         """Fine-tune a tiny model of the family on 20 conversations, with LoRA."""
-        self.base = tiny_model(FAMILIES[self.name], tokenizer_of(self.folder), self.runs / "base")
-        printed = self.diloco(f"finetune {self.base} --data {conversations(self.work)} {RUN} --out {self.runs}/tuned")
-        return figures(printed)
+        tokenizer = tokenizer_of(self.folder)
+        self.base = tiny_model(FAMILIES[self.name], tokenizer, self.runs / "base")
+        template = "" if tokenizer.chat_template else " --data.format plain"
+        line = f"finetune {self.base} --data {conversations(self.work)} {RUN} --out {self.runs}/tuned{template}"
+        return figures(self.diloco(line))
 
     def chat(self) -> str:
         """Answer a question."""
