@@ -322,9 +322,8 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     rest = dict(turn)
     role, content = rest.pop("role"), rest.pop("content", None)
     calls = [_tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
-    weights = {name: rest.pop(name) for name in ("weight", "loss_weight") if name in rest}
-    marks: dict[str, Any] = {**weights, **rest}
-    for name, mark in marks.items():
+    weights: dict[str, Any] = {name: rest.pop(name) for name in ("weight", "loss_weight") if name in rest}
+    for name, mark in {**weights, **rest}.items():
         if _MARKS.search(name) and (name not in weights or mark not in (0, 1)):
             raise DataError(
                 f"{name} is {mark!r:.80}, which can't be followed: an answer is learned or not (weight = 1 or 0)."
