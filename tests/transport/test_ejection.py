@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 from msgspec.structs import replace
 
 from diloco.cli import main
-from diloco.errors import ConfigurationError, EjectedError, RendezvousError
+from diloco.errors import ConfigurationError, EjectedError, RendezvousError, TransportError
 from diloco.private_files import create_private
 from diloco.protocol import MessageError, decode, encode
 from diloco.transport import (
     Address,
     Admission,
+    Identity,
     NodePlace,
     Order,
     PeerTransport,
@@ -43,7 +45,7 @@ def last_order(transport: PeerTransport) -> Order:
 
 
 def test_the_founder_ejects_a_member_of_a_running_swarm(
-    swarms: Swarms, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    swarms: Swarms, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the command, and a member that is not the founder. Then the ejected one returns with the new secret."""
     old = new_secret()
@@ -53,13 +55,18 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     (tmp_path / "founder").mkdir()
     shutil.copy(swarms.key(0), tmp_path / "founder" / "identity.key")
 
-    def eject(number: int, file: str, secret: str) -> tuple[int, str]:
+    def eject(number: int, file: str, secret: str, answer: str = "yes") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
         words = f"secret {tmp_path / file} --eject {ids[number]} --founder {tmp_path / 'founder'} --run {RUN}"
         at = swarms.addresses_of(peers[1 - number % 2])[0]
         code = main([*words.split(), "--join", at, "--secret-file", str(tmp_path / secret)])
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
+    for answer in ("no\n", ""):  # "" is the end of the input
+        code, words = eject(2, "new", "old", answer)
+        assert (code, f"the order ejects {ids[2]}" in words, "No order was given" in words) == (1, True, True), words
+        assert not (tmp_path / "new").exists()
     code, words = eject(2, "new", "old")
     assert (code, f"no longer admit {ids[2]}" in words) == (0, True), words
     for transport in peers[:2]:
@@ -85,25 +92,98 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
         assert (last_order(transport).ejected, last_order(transport).secret) == ((ids[2],), new)
 
 
+class Members:
+    """What peers answer to who asks for the founder's last order, and which of them were sent a new one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Order | Exception | None) -> None:
+        self.answers, self.asked = answers, list[str]()
+        self.given: dict[str, Order] = {}
+        monkeypatch.setattr(sys.modules[StatusClient.__module__], "question", self._question)
+
+    async def _question(self, stream: object, place: Address, asked: Any, *_: object) -> object:
+        self.asked.append(place.host)
+        answer = self.answers[place.host]
+        if isinstance(answer, Exception):
+            raise answer
+        if asked.order is not None:
+            self.given[place.host] = asked.order
+        return mock.Mock(order=answer)
+
+    def eject(self, peer: str, founder: Identity, admission: Admission, file: Path) -> tuple[str, ...]:
+        """Have them eject a peer, and return all that the person was shown."""
+        shown = list[str]()
+        at = NodePlace(join=tuple(f"/ip4/9.9.9.9/tcp/1/p2p/{name}" for name in self.answers))
+        client = StatusClient(mock.Mock(place=at, open=mock.AsyncMock()), admission)
+        assert asyncio.run(client.eject(peer, founder, file, lambda ejected: not shown.extend(ejected)))
+        return tuple(shown)
+
+
+@pytest.fixture
+def founder(keys: Path, tmp_path: Path) -> Identity:
+    """Its folder is its own, as orders are kept beside the key."""
+    (tmp_path / "founder").mkdir()
+    return load_identity(Path(shutil.copy(keys / "0.key", tmp_path / "founder" / "identity.key")))
+
+
+ADMISSION = Admission("run", new_secret())
+
+
 def test_the_next_address_is_asked_where_the_first_is_of_no_member(
-    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    founder: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a peer that was just joining ended the command, which said that another one was to be asked."""
-    asked = list[str]()
-
-    async def question(stream: object, place: Address, *_: object) -> object:
-        asked.append(place.host)
-        if place.host == "QmJoins":
-            raise RendezvousError("QmJoins refuses: it is no member of the swarm at present. Ask another peer.")
-        return mock.Mock(order=None)
-
-    at = NodePlace(join=("/ip4/9.9.9.9/tcp/1/p2p/QmJoins", "/ip4/9.9.9.9/tcp/1/p2p/QmMember"))
-    streams = mock.Mock(place=at, open=mock.AsyncMock())
-    monkeypatch.setattr(sys.modules[StatusClient.__module__], "question", question)
-    client = StatusClient(streams, Admission("run", new_secret()))
-    asyncio.run(client.eject("QmLiar", load_identity(keys / "0.key"), tmp_path / "new"))
-    assert asked == ["QmJoins", "QmMember", "QmMember"]
+    joins = RendezvousError("QmJoins refuses: it is no member of the swarm at present. Ask another peer.")
+    members = Members(monkeypatch, QmJoins=joins, QmMember=None)
+    assert members.eject("QmLiar", founder, ADMISSION, tmp_path / "new") == ("QmLiar",)
+    assert members.asked == ["QmJoins", "QmMember", "QmMember"]
     assert read_secret(tmp_path / "new", "new")
+
+
+def forged(order: Order, **fields: Any) -> Order:
+    return replace(order, **{"signature": b"", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ejected": ("QmHonest", "QmOther")},
+        {"ejected": ()},
+        {"version": 63},
+        {"run": "another"},
+        {"replaced": ("x",) * 64},
+        {"key": b"none"},
+    ],
+    ids=range(6),
+)
+def test_the_founder_signs_nothing_that_only_a_member_says(
+    founder: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """A member could have honest peers ejected, earlier ejections undone, or make this order the last one ever."""
+    first = Order.sign(founder, ADMISSION, "QmFirst", new_secret(), None)
+    members = Members(monkeypatch, QmForger=forged(first, **fields), QmMember=first.public)
+    assert members.eject("QmLiar", founder, ADMISSION, tmp_path / "new") == ("QmFirst", "QmLiar")
+    assert (members.given["QmMember"].ejected, members.given["QmMember"].version) == (("QmFirst", "QmLiar"), 2)
+    assert "QmForger" not in members.given
+    alone = Members(monkeypatch, QmForger=forged(first, **fields))
+    with pytest.raises(TransportError, match="none of the founder's"):
+        alone.eject("QmLater", founder, ADMISSION, tmp_path / "newer")
+    assert not (tmp_path / "newer").exists()
+
+
+def test_a_member_that_forgets_orders_undoes_none_and_who_is_ejected_gets_no_secret(
+    founder: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The founder's orders are kept beside its key, whether its peer runs or not."""
+    Members(monkeypatch, QmMember=None).eject("QmFirst", founder, ADMISSION, tmp_path / "1")
+    members = Members(monkeypatch, QmFirst=None, QmSecond=None, QmForgets=None)
+    assert members.eject("QmSecond", founder, ADMISSION, tmp_path / "2") == ("QmFirst", "QmSecond")
+    assert set(members.asked) == set(members.given) == {"QmForgets"}
+    newer = Order.sign(founder, ADMISSION, "QmForgets", new_secret(), members.given["QmForgets"])
+    later = Members(monkeypatch, QmForgets=None, QmMember=newer.public)
+    later.eject("QmLast", founder, ADMISSION, tmp_path / "3")
+    assert list(later.given) == ["QmMember"], "another member knew that the first has been ejected"
+    with pytest.raises(TransportError, match="QmLast is ejected itself"):
+        Members(monkeypatch, QmLast=None).eject("QmLast", founder, ADMISSION, tmp_path / "4")
 
 
 def test_a_member_follows_the_newest_order_of_the_founder_and_tells_nobody_with_the_old_secret(swarms: Swarms) -> None:
@@ -196,6 +276,8 @@ def test_an_order_names_identities_alone_and_no_more_than_others_read(order: Ord
             Order.sign(founder, admission, peer, new_secret(), None)
         with pytest.raises(MessageError):
             decode(encode(replace(order, ejected=(peer,))), Order)
-    often = replace(order, replaced=order.replaced * 64)
+    with pytest.raises(MessageError):
+        decode(encode(replace(order, version=1 << 53)), Order)
+    often = replace(order, version=64)
     with pytest.raises(ConfigurationError, match="changed its secret 64 times"):
         Order.sign(founder, admission, "QmLiar", new_secret(), often)

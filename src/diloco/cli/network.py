@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ class SecretOptions(SwarmOptions):
     file: Positional[Path]
     """The file to create. An existing one is left as it is."""
     eject: Annotated[str | None, arg(metavar="PEER")] = None
-    """The peer to eject, as `diloco status` shows it. The members given with --join tell the others."""
+    """The peer to eject, as `diloco status` shows it. The members given with --join tell the others. The command shows
+    all peers that the order ejects, and waits for a yes."""
     founder: Annotated[Path | None, arg(metavar="RUN")] = None
     """With --eject: run folder of the peer that has founded the swarm, whose key signs the order."""
 
@@ -177,15 +179,17 @@ def run_secret(arguments: Sequence[str]) -> int:
     if not bool(peer) == bool(folder) == bool(options.run):
         raise ConfigurationError("--eject needs --founder, --run and --join, and these need --eject.")
 
-    async def eject(peer: str, founder: Identity) -> None:
+    async def eject(peer: str, founder: Identity) -> bool:
         async with options.open_client(founder) as client:
-            await client.eject(peer, founder, path)
+            return await client.eject(peer, founder, path, _agrees)
 
     try:
         if peer and folder:
             if not (key := folder / "identity.key").exists():
                 raise ConfigurationError(f"--founder {folder} has no identity.key. Give the founder's run folder.")
-            asyncio.run(eject(peer, load_identity(key)))
+            if not asyncio.run(eject(peer, load_identity(key))):
+                print("diloco: the answer was not yes. No order was given, and nothing was written.", file=sys.stderr)
+                return 1
         else:
             create_private(path, f"{new_secret()}\n".encode())
     except FileExistsError as error:
@@ -197,3 +201,10 @@ def run_secret(arguments: Sequence[str]) -> int:
         use = f"The members use it and no longer admit {peer}. Copy it (scp -p) to machines that join later."
     print(f"diloco: wrote a new secret to {path}. {use}")
     return 0
+
+
+def _agrees(ejected: Sequence[str]) -> bool:
+    """Show whom an order ejects, and return whether the answer on standard input is yes."""
+    print(f"diloco: the order ejects {', '.join(ejected)}, and changes the secret of all others.", flush=True)
+    print("Give it? [yes/no] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -239,9 +239,7 @@ class SwarmDirectory(Directory):
 
     def _is_new(self, order: Order) -> bool:
         last = self._order  # that of another founder is of an earlier swarm
-        if last is None or last.founder != order.founder:
-            return True
-        return (order.version, order.dht_key) > (last.version, last.dht_key)
+        return last is None or last.founder != order.founder or order.is_after(last)
 
     def _take_order(self, sender: int | None, data: bytes) -> None:
         order, founder = decode(data, Order), founder_of(self.swarm)

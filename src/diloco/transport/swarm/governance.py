@@ -17,7 +17,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from diloco.errors import ConfigurationError, EjectedError
-from diloco.membership import Count
 from diloco.private_files import read_private, replace_private
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport.swarm.identity import Admission, Identity, identity_of
@@ -33,7 +32,7 @@ class Order(WireMessage):
     """An order of the founder. It repeats what the earlier ones said, so the last one is enough."""
 
     run: Annotated[str, Meta(max_length=200)]
-    version: Count  # greater than that of every earlier order
+    version: Annotated[int, Meta(ge=1, le=_MOST)]  # one more than that of the order before
     ejected: _Peers  # identities of peers
     replaced: _Keys  # `Admission.dht_key` of each secret that no longer counts
     dht_key: Annotated[str, Meta(max_length=100)]  # of the new one
@@ -58,7 +57,7 @@ class Order(WireMessage):
             raise ConfigurationError(
                 f"--eject {visible(peer, 80)} is no identity of a peer, which `diloco status` shows."
             )
-        if len(replaced) == _MOST:
+        if before and before.version >= _MOST:
             raise ConfigurationError(f"the run has changed its secret {_MOST} times, the most. Begin another run.")
         order = cls(
             admission.run,
@@ -80,8 +79,8 @@ class Order(WireMessage):
         fields = (self.run, self.version, self.ejected, self.replaced, self.dht_key)
         return b"diloco order " + msgspec.msgpack.encode(fields)
 
-    def problem(self, run: str, founder: str, me: str) -> str:
-        """Return why the peer ``me`` of a run whose swarm ``founder`` has founded can't follow the order; or ""."""
+    def forgery(self, run: str, founder: str) -> str:
+        """Return why the order is not one that ``founder`` has given in a run; or "". The secret is not looked at."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
         from cryptography.hazmat.primitives.serialization import load_der_public_key
@@ -90,12 +89,25 @@ class Order(WireMessage):
             return f"it is signed by {self.founder}, and the founder is {founder or 'unknown'}"
         try:
             cast(RSAPublicKey, load_der_public_key(self.key)).verify(self.signature, self._content, *_scheme())
-            whole = bool(self.secret) and Admission(self.run, self.secret).dht_key == self.dht_key
-        except (InvalidSignature, ConfigurationError):
+        except InvalidSignature:
             return "it was changed after it had been signed"
         if self.run != run:  # the founder may have founded other runs with the same key
             return f"it is for run {visible(self.run, 80)}"
+        return ""
+
+    def problem(self, run: str, founder: str, me: str) -> str:
+        """Return why the peer ``me`` of a run whose swarm ``founder`` has founded can't follow the order; or ""."""
+        if why := self.forgery(run, founder):
+            return why
+        try:
+            whole = bool(self.secret) and Admission(self.run, self.secret).dht_key == self.dht_key
+        except ConfigurationError:
+            whole = False
         return "" if whole or me in self.ejected else "its secret is not the signed one"
+
+    def is_after(self, other: Order | None) -> bool:
+        """Return whether this order counts, and ``other`` of the same founder no longer does."""
+        return other is None or (self.version, self.dht_key) > (other.version, other.dht_key)
 
     @property
     def public(self) -> Order:

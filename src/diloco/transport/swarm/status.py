@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER
 from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import new_secret
-from diloco.transport.swarm.governance import Govern, Governed, Order
+from diloco.transport.swarm.governance import Govern, Governed, Order, load_order, save_order
 from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity
 from diloco.transport.swarm.node import peer_of
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams
@@ -220,22 +221,42 @@ class StatusClient:
             raise TransportError(f"{self._streams.look_up_failure}. Check the addresses given with --join.")
         return reports
 
-    async def eject(self, peer: str, founder: Identity, file: Path) -> None:
+    async def eject(self, peer: str, founder: Identity, file: Path, agree: Callable[[tuple[str, ...]], bool]) -> bool:
         """Have the members eject a peer, and use a new secret from now on, which is written to ``file``.
 
-        They agree on a view without the peer next, which `ask` shows.
+        They agree on a view without the peer next, which `ask` shows. The founder's last order is that beside its key,
+        or a newer one with its signature that members have.
 
-        The founder signs the order, and the file does not exist yet.
+        Args:
+            peer: the identity of the peer.
+            founder: signs the order.
+            file: does not exist yet.
+            agree: is given all identities that the order ejects, also by earlier orders. Nothing is sent if it returns
+                False, and nothing is written. It may wait for a person.
+
+        Returns:
+            What ``agree`` has returned.
 
         Raises:
             RendezvousError: the member that was asked refuses; the file is removed.
-            TransportError: no peer of ``--join`` answers that is a member, or one has ended before it answered, which
-                may have followed the order; then the file stays.
+            TransportError: no peer of ``--join`` answers that is a member and stays, or one has ended before it
+                answered, which may have followed the order; then the file stays.
             FileExistsError, OSError: the file can't be written. Nothing was sent.
         """
-        member, last = await self._last_order()
+        last = load_order(founder.path, self._admission.run)
+        if last is not None and last.forgery(self._admission.run, founder.peer_id):
+            last = None  # of the founder of another swarm, which this peer has joined
+        members, orders = await self._members_to_stay({peer, *(last.ejected if last else ())}, founder)
+        for order in orders:
+            if order.is_after(last):
+                last = order
         secret = new_secret()
         order = Order.sign(founder, self._admission, peer, secret, last)
+        member = next((each for each in members if each.host not in order.ejected), None)
+        if member is None:
+            raise TransportError("no member that stays has answered. Give the address of one with --join.")
+        if not await asyncio.to_thread(agree, order.ejected):
+            return False
         create_private(file, f"{secret}\n".encode())
         try:  # no other member is asked, as this one may have followed it
             await question(await self._streams.open(member), member, Govern(order), Governed)
@@ -245,17 +266,46 @@ class StatusClient:
         except (OSError, EOFError, TransportError) as error:
             words = f"It may follow the order: keep {file}, and give the order again with another file"
             raise TransportError(f"{error or type(error).__name__}. {words}.") from error
+        try:
+            save_order(founder.path, order)  # the founder's peer may not be running
+        except OSError as error:
+            logging.getLogger(__name__).warning("the order can't be kept beside the founder's key: %s", error)
+        return True
 
-    async def _last_order(self) -> tuple[PeerAddress, Order | None]:
-        """Return a member that answers, and the founder's last order that it knows."""
+    async def _members_to_stay(
+        self, ejected: Collection[str], founder: Identity
+    ) -> tuple[list[PeerAddress], list[Order]]:
+        """Return the members of ``--join`` that answer, and the founder's orders that they know.
+
+        Who is ejected is not asked. What a member returns is an order only with the founder's signature.
+
+        Raises:
+            TransportError: none answers.
+        """
         why: list[str] = []
+        members: list[PeerAddress] = []
+        orders: list[Order] = []
         for address in self._streams.place.join:
+            place = PeerAddress(peer_of(address))
+            if place.host in ejected:
+                why.append(f"{place.host} is ejected itself")
+                continue
             try:
-                place = PeerAddress(peer_of(address))
-                return place, (await question(await self._streams.open(place), place, Govern(), Governed)).order
+                order = (await question(await self._streams.open(place), place, Govern(), Governed)).order
             except (OSError, EOFError, TransportError) as error:
                 why.append(str(error) or type(error).__name__)
-        raise TransportError(f"no member of the swarm answers: {'; '.join(why)}. Give the address of one with --join.")
+                continue
+            if order is not None and (forgery := order.forgery(self._admission.run, founder.peer_id)):
+                why.append(f"{place.host} names an order that is none of the founder's: {forgery}")
+                continue
+            members.append(place)
+            if order is not None:
+                orders.append(order)
+        if not members:
+            raise TransportError(
+                f"no member of the swarm answers: {'; '.join(why)}. Give the address of one with --join."
+            )
+        return members, orders
 
     async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished, searches=not record.swarm)
