@@ -4,9 +4,10 @@ import http.client
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -155,6 +156,58 @@ def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, mon
     assert health()[:2] == (200, "waiting")
     monkeypatch.setattr(sink, "lost_s", -1.0)
     assert health()[:2] == (503, "lost")
+
+
+def test_health_is_told_and_threads_are_few_while_strangers_ask_for_figures(
+    sink: PrometheusSink, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of threads waited for their turn, also those of health checks, and an orchestrator ended the run."""
+    released, entered = threading.Event(), threading.Semaphore(0)
+
+    def figures() -> bytes:
+        entered.release()
+        released.wait()
+        return b""
+
+    monkeypatch.setattr(sink, "metrics", figures)
+    before = threading.active_count()
+    with ExitStack() as stack:
+        stack.callback(released.set)
+
+        def flood(count: int) -> list[socket.socket]:
+            opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
+            for each in opened:
+                each.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            return opened
+
+        flood(50)
+        for _ in range(50):
+            assert entered.acquire(timeout=60)
+        assert ask(port, "/healthz")[0] == 200
+        most = before
+        for _ in range(6):
+            last = flood(50)[-1]
+            most = max(most, threading.active_count())
+        assert last.recv(1) == b"", "it is hung up on"
+        assert most - before <= 2 * 64
+    while threading.active_count() > before:
+        pass
+    assert ask(port, "/healthz")[0] == 200, "places are given back"
+
+
+def test_a_system_that_starts_no_more_threads_ends_no_server(
+    sink: PrometheusSink, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        for _ in range(200):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(port, "/healthz")
+    assert ask(port, "/healthz")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused_at_the_start(sink: PrometheusSink, port: int) -> None:

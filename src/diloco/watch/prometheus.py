@@ -1,7 +1,7 @@
 """The figures of a running process for Prometheus (``/metrics``), and its health for orchestrators (``/healthz``).
 
 Training only puts events into a queue. A thread keeps their history, and requests are answered from it in threads of
-their own: at most so many at a time, a hundred a second, and with figures that are made at most once a second.
+their own: at most so many at a time, and with figures that are made at most once a second. Health waits for no figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco.watch.server import LocalHandler, LocalServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("training", "waiting", "lost")
-_FRESH_S, _PAUSE_S = 1.0, 0.01  # figures are this old at most; the time between two answers
+_FRESH_S = 1.0  # figures are this old at most
 
 _OF_STEPS = (  # name, the field of `StepFinished`, and what it is
     ("train_loss_nats", "loss", "Training loss of the last step, per token."),
@@ -67,6 +67,7 @@ class PrometheusSink:
         self._lost, self._heard_s = "", time.monotonic()
         self._saved_s: float | None = None
         self.made = -math.inf, b""  # when the figures were made, and they
+        self._making = threading.Lock()
         try:
             self._server = _Server(host, port, self)
         except (OSError, OverflowError) as error:  # the port of a further process may be too high
@@ -127,9 +128,10 @@ class PrometheusSink:
 
     def metrics(self) -> bytes:
         """Return the figures as text."""
-        if time.monotonic() - self.made[0] > _FRESH_S:
-            self.made = time.monotonic(), self._generate(self)
-        return self.made[1]
+        with self._making:
+            if time.monotonic() - self.made[0] > _FRESH_S:
+                self.made = time.monotonic(), self._generate(self)
+            return self.made[1]
 
     def collect(self) -> list[Any]:
         """Return the metrics of prometheus-client: base units, and counters whose names end in ``_total``."""
@@ -205,20 +207,18 @@ class _Handler(LocalHandler):
 
     def answer(self) -> None:
         path, sink, status = self.path.partition("?")[0], self.server.sink, 200
-        with self.server.turn:
-            time.sleep(_PAUSE_S)
-            if path == "/metrics":
-                body, kind = sink.metrics(), CONTENT_TYPE
-            elif path == "/healthz":
-                state, why = sink.health()
-                body, kind = json.dumps({"state": state, "why": why}).encode(), "application/json"
-                status = 503 if state == "lost" else 200
-            else:
-                body, kind, status = b"There are /metrics and /healthz.", "text/plain", 404
+        if path == "/metrics":
+            body, kind = sink.metrics(), CONTENT_TYPE
+        elif path == "/healthz":
+            state, why = sink.health()
+            body, kind = json.dumps({"state": state, "why": why}).encode(), "application/json"
+            status = 503 if state == "lost" else 200
+        else:
+            body, kind, status = b"There are /metrics and /healthz.", "text/plain", 404
         self.send(status, body, Content_Type=kind)
 
 
 class _Server(LocalServer):
     def __init__(self, host: str, port: int, sink: PrometheusSink) -> None:
-        self.sink, self.turn = sink, threading.Lock()
+        self.sink = sink
         super().__init__(host, port, _Handler)

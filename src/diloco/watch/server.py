@@ -23,6 +23,7 @@ from urllib.parse import parse_qs
 from diloco.errors import ConfigurationError
 
 MAX_CONNECTIONS = 64
+MAX_THREADS = 2 * MAX_CONNECTIONS  # those of connections that were hung up on take a moment to end
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 
 # plotly.js adds inline styles to the page, and exports images of curves through blob: and data: URLs
@@ -89,6 +90,8 @@ class LocalServer(ThreadingTCPServer):
         self.host, self.port = host, int(self.server_address[1])
         self.is_local = host in LOOPBACK
         self._open: dict[socket.socket, None] = {}  # connections, the oldest first
+        self._places = threading.Semaphore(MAX_THREADS)
+        self._has_failed = False
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, args=(0.1,), name="diloco-server", daemon=True).start()
@@ -99,14 +102,31 @@ class LocalServer(ThreadingTCPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread. If there are too many connections, hang up on the oldest, however little it says."""
+        """Answer in a new thread. If there are too many connections, hang up on the oldest, however little it says.
+
+        If there are too many threads, or the system starts no more, hang up on this one.
+        """
         self._open[request] = None
         if len(self._open) > MAX_CONNECTIONS:
-            oldest, *_ = self._open
+            oldest = next(iter(self._open))
             self._open.pop(oldest, None)
             with contextlib.suppress(OSError):  # it has just ended
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread then closes it
-        super().process_request(request, client_address)
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._places.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and let another connection have the thread's place."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
@@ -114,8 +134,9 @@ class LocalServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore that a reader has gone; print the traceback of any other error."""
-        if not isinstance(sys.exc_info()[1], OSError):
+        """Ignore that a reader has gone; print the traceback of the first other error, as anyone may cause many."""
+        if not isinstance(sys.exc_info()[1], OSError) and not self._has_failed:
+            self._has_failed = True
             super().handle_error(request, client_address)
 
 
