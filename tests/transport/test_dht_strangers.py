@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport import Admission, Node, NodePlace, PeerRecord, load_identity, new_secret, owner_of
+from diloco.transport import Admission, Node, NodePlace, PeerRecord, load_identity, new_secret, owner_of, run_peer
+from diloco.transport.swarm.door import Doorplate, knock
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -116,6 +117,80 @@ def test_nobody_chooses_for_how_long_its_record_is_kept(
             assert (len(storage.get(KEY).value) if count else storage.get(KEY)) == (count or None)
 
     in_network(keys, check)
+
+
+def test_a_full_store_costs_no_more_than_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each record that came or was asked for went through all of them, in the control thread."""
+    compared: list[object] = []
+
+    class Seconds(float):
+        """A time that notes when it is compared."""
+
+        def __add__(self, other: float) -> Seconds:
+            return Seconds(float(self) + other)
+
+        def __lt__(self, other: float) -> bool:
+            compared.append(self)
+            return float(self) < other
+
+        def __ge__(self, other: float) -> bool:
+            return not self < other
+
+    storage, now_s = DHT.RecordStore("me"), 0.0
+    monkeypatch.setattr(DHT, "elapsed_s", lambda: Seconds(now_s))
+    keys = [ENGINE.DHTID.generate(source=bytes([number])) for number in range(100)]
+    for number in range(2_000):
+        assert storage.keep(keys[number % 100], b"%d" % number, b"x", 1.0, f"peer {number // 100}")
+    compared.clear()
+    assert len(storage.get(keys[0]).value) == 20
+    assert storage.keep(keys[0], b"0", b"y", 1.0, "peer 0")
+    assert len(compared) == 2
+    now_s = 1.1 * HALF_AN_HOUR_S
+    assert storage.get(keys[0]) is None
+    assert (storage.num_bytes, storage._records) == (0, {}), "all are old, whatever their order under their keys"
+
+
+def test_a_relay_keeps_nothing_of_those_who_asked_at_its_door_and_few_who_say_nothing(keys: Path) -> None:
+    """Before, each who had asked took a descriptor for ever, and nothing bounded those who did not say a word."""
+
+    async def check() -> None:
+        ready = asyncio.get_running_loop().create_future()
+        place = NodePlace(listen=LOOPBACK, map_ports=False, public=True)
+        relay = asyncio.create_task(run_peer(keys / "5.key", place, ready.set_result))
+        address = (await ready)[0]
+        node = await Node.start(load_identity(keys / "6.key"), NodePlace(join=(address,), listen=(), map_ports=False))
+
+        async def stream() -> Any:
+            return await node.open(address.rpartition("/p2p/")[2], (address,), "diloco/door/1")
+
+        async def settled(most: int) -> bool:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(10):
+                    while len(os.listdir("/proc/self/fd")) > most:
+                        await asyncio.sleep(0.02)
+            return len(os.listdir("/proc/self/fd")) <= most
+
+        try:
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(20):
+                assert (await knock(await stream(), ADMISSION, node.peer_id)).is_relay
+            assert await settled(before + 2)
+            silent = [await stream() for _ in range(40)]  # each has an end of its own in this process
+            assert await settled(before + len(silent) + 12)
+        finally:
+            await node.close()
+            relay.cancel()
+            await asyncio.gather(relay, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("host", ["9.9.9.9; sh", "$(sh)", "fe80::1%$(sh)", "tcp"])
+def test_a_door_that_says_no_address_for_a_host_is_not_believed(host: str) -> None:
+    """Before, its words became part of a command that the user is told to run."""
+    with pytest.raises(ValueError, match="IP"):
+        Doorplate(1, trains=True, seen_at=host)
+    assert Doorplate(1, trains=True, seen_at="2001:db8::9").seen_at
 
 
 def test_a_node_that_is_told_of_made_up_nodes_notes_none_and_sends_them_nothing(keys: Path) -> None:

@@ -12,7 +12,7 @@ Importing this module imports Hivemind; `load_engine` does.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -76,11 +76,11 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # its base has no typ
         super().__init__()
         self._me = me
         self._records: dict[DHTID, dict[bytes, _Stored]] = {}
+        # places of all records, and of those of an owner, the oldest first
+        self._places: OrderedDict[tuple[DHTID, bytes], None] = OrderedDict()
+        self._owner_places: dict[str, OrderedDict[tuple[DHTID, bytes], None]] = {}
         self._key_bytes, self._owner_bytes = Counter[DHTID](), Counter[str]()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._owner_bytes.total()
+        self.num_bytes = 0
 
     def keep(self, key: DHTID, subkey: bytes, value: bytes, expiration_time: float, owner: str) -> bool:
         """Store a record of ``owner`` in place of the one that it has under this key. Return whether it is stored."""
@@ -92,12 +92,15 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # its base has no typ
         self._records.setdefault(key, {})[subkey] = _Stored(value, expiration_time, elapsed_s() + RECORD_S, owner, size)
         self._key_bytes[key] += size
         self._owner_bytes[owner] += size
+        self.num_bytes += size
+        self._places[key, subkey] = None
+        self._owner_places.setdefault(owner, OrderedDict())[key, subkey] = None
         while self._key_bytes[key] > MAX_KEY_BYTES:
             under_key = self._records[key]
             self._drop(key, max(under_key, key=lambda each: under_key[each].num_bytes))
         while self.num_bytes > MAX_BYTES:
-            most, _ = self._owner_bytes.most_common(1)[0]
-            self._drop(*next(place for place, stored in self._all() if stored.owner == most))
+            most = max(self._owner_bytes, key=self._owner_bytes.__getitem__)
+            self._drop(*next(iter(self._owner_places[most])))
         return subkey in self._records.get(key, {})
 
     def store(self, key: DHTID, value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
@@ -111,24 +114,25 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # its base has no typ
     def _of(self, key: DHTID) -> dict[bytes, _Stored]:
         return self._records.get(key, {})
 
-    def _all(self) -> list[tuple[tuple[DHTID, bytes], _Stored]]:
-        return [((key, subkey), each) for key, records in self._records.items() for subkey, each in records.items()]
-
     def _drop(self, key: DHTID, subkey: bytes) -> None:
         if (stored := self._of(key).pop(subkey, None)) is None:
             return
         self._key_bytes[key] -= stored.num_bytes
         self._owner_bytes[stored.owner] -= stored.num_bytes
+        self.num_bytes -= stored.num_bytes
+        del self._places[key, subkey], self._owner_places[stored.owner][key, subkey]
         if not self._records[key]:
             del self._records[key], self._key_bytes[key]
         if not self._owner_bytes[stored.owner]:
-            del self._owner_bytes[stored.owner]
+            del self._owner_bytes[stored.owner], self._owner_places[stored.owner]
 
     def _forget_old(self) -> None:
         now_s = elapsed_s()
-        for place, stored in self._all():
-            if stored.until_s < now_s:
-                self._drop(*place)
+        while self._places:  # all are kept equally long
+            key, subkey = next(iter(self._places))
+            if self._records[key][subkey].until_s >= now_s:
+                break
+            self._drop(key, subkey)
 
 
 def _dictionary(records: Mapping[bytes, tuple[bytes, float]]) -> Any:

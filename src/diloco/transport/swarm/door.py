@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
 from diloco.protocol import PROTOCOL_VERSION, WireMessage
+from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, origin_of
 from diloco.transport.connections.streams import ANSWER_S, Stream, ask, read_frame, say
 from diloco.transport.secret import derive_key
 from diloco.transport.swarm.identity import Admission
 
 _NONCE_BYTES = 32
+_MAX_KNOCKS, _KNOCKS_S = 64, 16.0  # of one peer in this time
+_MAX_INSIDE, _MAX_INSIDE_OF_ONE = 64, 8  # streams at a time, each of which takes a descriptor
 
 
 class Knock(WireMessage):
@@ -37,8 +42,8 @@ class Doorplate(WireMessage):
     seen_at: Annotated[str, Meta(max_length=100)] = ""  # host from which the asking peer comes; "": a relay's
 
     def __post_init__(self) -> None:
-        if not self.seen_at.isprintable():
-            raise ValueError("a host must be printable")
+        if self.seen_at and "%" in str(ipaddress.ip_address(self.seen_at)):  # what it says becomes part of a command
+            raise ValueError("a host must be an IP address without a zone")
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,29 @@ def _proof(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(derive_key("door", secret), nonce, "sha256")
 
 
-async def answer_knock(stream: Stream, admission: Admission | None, peer_id: str, host: str) -> None:
-    """Answer the peer that has opened ``stream`` from ``host``; ``admission`` is None for a relay."""
+class Door:
+    """Answers whoever asks at the door, few at a time; ``admission()`` is None for a relay."""
+
+    def __init__(self, admission: Callable[[], Admission | None]) -> None:
+        self._admission = admission
+        self._knocks = ArrivalLimit(_MAX_KNOCKS, _KNOCKS_S)
+        self._inside = ConnectionLimit[asyncio.StreamWriter](_MAX_INSIDE, _MAX_INSIDE_OF_ONE)
+
+    async def answer(self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a peer that has opened a stream from ``host`` ("": unknown), and close the stream."""
+        origins = [peer_id, *filter(None, [origin_of(host)])]
+        try:
+            if not self._knocks.admits([peer_id], asyncio.get_running_loop().time()):
+                return
+            if (replaced := self._inside.enter(writer, origins)) is not None:
+                replaced.transport.abort()
+            await _answer_knock((reader, writer), self._admission(), peer_id, host)
+        finally:
+            self._inside.leave(writer)
+            writer.close()
+
+
+async def _answer_knock(stream: Stream, admission: Admission | None, peer_id: str, host: str) -> None:
     async with asyncio.timeout(ANSWER_S):
         knock = await read_frame(stream[0], Knock)
     plate = Doorplate(PROTOCOL_VERSION, trains=False, seen_at=host)

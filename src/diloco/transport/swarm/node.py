@@ -19,7 +19,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.door import answer_knock
+from diloco.transport.swarm.door import Door
 from diloco.transport.swarm.engine import in_short, load_engine
 from diloco.transport.swarm.identity import (
     DAY_S,
@@ -313,12 +313,8 @@ async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str,
     ``ready`` is called with its addresses once it can be reached. Errors are those of `Node.start`.
     """
     node = await Node.start(load_identity(identity), place)
-
-    async def answer(peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await answer_knock((reader, writer), None, peer_id, host)
-
     try:
-        await node.handle({DOOR: answer})
+        await node.handle({DOOR: Door(lambda: None).answer})
         ready(await node.addresses())
         await asyncio.Event().wait()
     finally:

@@ -21,13 +21,13 @@ from diloco.errors import ConfigurationError, TransportError
 from diloco.protocol import Entry, Store
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import ArrivalLimit, origin_of
+from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
-from diloco.transport.swarm.door import Visit, answer_knock, knock
+from diloco.transport.swarm.door import Door, Visit, knock
 from diloco.transport.swarm.identity import (
     Admission,
     Identity,
@@ -40,7 +40,6 @@ from diloco.transport.swarm.identity import (
 from diloco.transport.swarm.node import DOOR, MEMBERS, LookUpError, Node, peer_of
 
 _HANDSHAKE_S = 10.0
-_MOST_KNOCKS, _KNOCKS_S = 64, 16.0  # at the door, of one peer in this time
 _READY = b"?"  # from the side that accepts a stream of libp2p; what came before would be lost to TLS
 _MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity each time
 _PORT = re.compile(r"/tcp/([0-9]{1,5})")
@@ -48,7 +47,7 @@ _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
 
 
 def is_loopback(address: str) -> bool:
-    return address.startswith("/ip4/127.")
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class PeerStreams(TcpStreams):
         self._relays: set[str] = set()  # peers of ``place.join`` that train nothing
         # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
         self._over_libp2p: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, str]] = WeakKeyDictionary()
-        self._knocks = ArrivalLimit(_MOST_KNOCKS, _KNOCKS_S)
         self._accept: Accept | None = None
         self._node: Node | None = None
 
@@ -114,7 +112,7 @@ class PeerStreams(TcpStreams):
         for host in hosts_in(self.place.listen):
             port = self.port or self.place.direct_port
             self.port = (await super().listen(accept, host, range(port, port + 1), host)).port
-        await self._node.handle({MEMBERS: self._take, DOOR: self._answer_knock})
+        await self._node.handle({MEMBERS: self._take, DOOR: Door(lambda: self.admission).answer})
         return PeerAddress(self._node.peer_id)
 
     async def open(self, address: Address) -> Stream:
@@ -277,15 +275,6 @@ class PeerStreams(TcpStreams):
         else:
             await self._accept(reader, writer)
 
-    async def _answer_knock(
-        self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            if self._knocks.admits([peer_id], asyncio.get_running_loop().time()):
-                await answer_knock((reader, writer), self.admission, peer_id, host)
-        finally:
-            writer.close()
-
 
 def hosts_in(addresses: Sequence[str]) -> list[str]:
     """Return the hosts in multiaddresses that reach a peer without a relay; loopback addresses come last.
@@ -314,6 +303,8 @@ def limits_of_reach(hosts: Sequence[str], port: int, seen_at: str) -> str:
     "others can't reach this address from outside: they see this peer at 9.9.9.9, behind a router"
     >>> limits_of_reach(["192.168.1.2"], 31330, "").partition(". ")[0]
     "others can't reach this address from outside: 192.168.1.2 is an address of a private network"
+    >>> "--network.announce [2001:db8::9]:31330," in limits_of_reach(["fd00::2"], 31330, "2001:db8::9")
+    True
     >>> limits_of_reach(["10.0.0.1", "127.0.0.1"], 31330, "10.0.0.1"), limits_of_reach(["9.9.9.9"], 31330, "")
     ('', '')
     """
@@ -321,7 +312,7 @@ def limits_of_reach(hosts: Sequence[str], port: int, seen_at: str) -> str:
     if not elsewhere or (seen_at in hosts and seen_at):
         return ""
     if seen_at and not _is_here(seen_at):
-        why, place = f"they see this peer at {seen_at}, behind a router", f"{seen_at}:{port}"
+        why, place = f"they see this peer at {seen_at}, behind a router", str(Address(seen_at, port))
     elif all(map(_is_private, elsewhere)):
         why, place = f"{elsewhere[0]} is an address of a private network", f"HOST:{port}"
     else:
