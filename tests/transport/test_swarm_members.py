@@ -219,6 +219,34 @@ def test_who_names_a_peer_of_another_secret_or_run_is_told_which_and_founds_noth
     assert f"the peer at {swarms.addresses_of(first)[0]} answers, but {words}" in str(caught.value)
 
 
+def test_a_peer_that_refuses_at_its_door_ends_no_search_while_another_that_was_named_may_answer(
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, one of two addresses that said "another secret" ended a joiner before the other one answered."""
+    liar = swarms.peer(0, secret=SECRET).transport
+    member = swarms.peer(2).transport
+    visit, opened, silent = PeerStreams.visit, PeerStreams.open, [2]
+
+    async def open_later(streams: PeerStreams, address: Any) -> Any:
+        if address.host == str(member.address) and silent:
+            raise OSError("it is starting")
+        return await opened(streams, address)
+
+    async def visit_later(streams: PeerStreams, peer_id: str) -> Any:
+        if peer_id == str(member.address) and silent:
+            silent.pop()
+            raise OSError("it is starting")
+        return await visit(streams, peer_id)
+
+    monkeypatch.setattr(PeerStreams, "open", open_later)
+    monkeypatch.setattr(PeerStreams, "visit", visit_later)
+    silent *= 100
+    with pytest.raises(RendezvousError, match=r"no member of run 'run' was found .* but its run has a secret"):
+        swarms.peer(3, [liar, member], **PATIENCE)
+    del silent[1:]
+    assert swarms.peer(1, [liar, member]).joining
+
+
 def test_an_observer_is_told_why_a_peer_does_not_answer_it(swarms: Swarms, relay: str) -> None:
     """Before, it was told that nobody had been seen of a run of this name."""
     first = swarms.peer(0, secret=SECRET).transport
@@ -240,11 +268,11 @@ def test_an_observer_is_told_why_a_peer_does_not_answer_it(swarms: Swarms, relay
 def test_who_names_a_peer_of_another_version_is_told_so(
     swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer_knock(stream: Any, *_: object) -> None:
-        stream[1].write(frame({"kind": "doorplate", "version": 99, "trains": True, "same_run": True}))
-        await stream[0].read()  # until the other end closes it
+    async def answer(_: object, peer_id: str, host: str, reader: Any, writer: Any) -> None:
+        writer.write(frame({"kind": "doorplate", "version": 99, "trains": True, "same_run": True}))
+        await reader.read()  # until the other end closes it
 
-    monkeypatch.setattr(sys.modules[PeerStreams.__module__], "answer_knock", answer_knock)
+    monkeypatch.setattr(sys.modules[PeerStreams.__module__].Door, "answer", answer)
     monkeypatch.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("it closes the stream")))
     with pytest.raises(RendezvousError, match=r"uses version 99 of the protocol, and this peer version \d+\. Install"):
         swarms.peer(1, [member])

@@ -65,6 +65,7 @@ class SwarmDirectory(Directory):
         self._announced_s = -math.inf
         self._records: list[PeerRecord] = []  # of the other peers that train, or trained within the last half hour
         self._seen_at = ""  # the host from which others see this peer come; "": unknown
+        self._objections = ""  # why peers named by --join can't be joined, as they say at their doors
         self._unreached: list[int] = []  # numbers of peers that also search, and can't be reached
         self._before: set[str] = set()  # peers of a lower number that have searched at the same time
         self._order: Order | None = None  # the founder's last one
@@ -113,7 +114,7 @@ class SwarmDirectory(Directory):
         """Ask at the doors of the peers named by --join that don't answer.
 
         Raises:
-            RendezvousError: none of them can be joined, and one says why.
+            RendezvousError: none of them can be joined: at least one says why, and all others are relays.
         """
         given = self._streams.given
         searching = {
@@ -123,14 +124,19 @@ class SwarmDirectory(Directory):
         self._unreached = sorted(searching[each] for each in silent & searching.keys())
         answered = {str(place) for place, each in answers.items() if not _is_unanswered(each)}
         leads_on = self.me.founds or any(math.isfinite(each.age_s) for each in self._records)
-        objections = []
+        objections, may_answer = [], bool(answered)
         for peer_id in given.keys() - answered:
-            with contextlib.suppress(OSError, EOFError, TransportError):
+            try:
                 visit = await self._streams.visit(peer_id)
-                if visit.objection and (visit.same_run or not leads_on):
-                    objections.append(f"the peer at {given[peer_id][0]} answers, but {visit.objection}.")
-        if objections and not answered and self.me.last is None:
-            raise RendezvousError(" ".join(sorted(objections)))
+            except (OSError, EOFError, TransportError):
+                may_answer = True  # later: it may be starting
+                continue
+            may_answer |= not visit.objection and not visit.is_relay
+            if visit.objection and (visit.same_run or not leads_on):
+                objections.append(f"the peer at {given[peer_id][0]} answers, but {visit.objection}.")
+        self._objections = " ".join(sorted(objections))
+        if objections and not may_answer and self.me.last is None:
+            raise RendezvousError(self._objections)
 
     async def announce(self) -> None:
         node, number, me = self._streams.node, self.me.number, self._streams.me
@@ -364,6 +370,8 @@ class SwarmDirectory(Directory):
 
     def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"
+        if self._objections:
+            return f"no member of run {run!r} was found {for_s}: {self._objections}"
         if failure := self._streams.look_up_failure:
             return f"no member of run {run!r} was found {for_s}: {failure}. Check the addresses given with --join."
         if self._had_members():
