@@ -17,13 +17,13 @@ import pytest
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport import Admission, Node, NodePlace, PeerRecord, load_identity, new_secret, owner_of, run_peer
-from diloco.transport.swarm.door import Doorplate, knock
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 ENGINE = load_identity.__globals__["load_engine"]()
 DHT = sys.modules[ENGINE.DHTNode.__module__]
+DOOR = sys.modules[sys.modules[Node.__module__].Door.__module__]
 ADMISSION = Admission("run", new_secret())
 KEY = ENGINE.DHTID.generate(source=ADMISSION.dht_key)
 YEARS_S, DAY_S, HALF_AN_HOUR_S = 1e9, 86_400.0, 1800.0
@@ -173,7 +173,7 @@ def test_a_relay_keeps_nothing_of_those_who_asked_at_its_door_and_few_who_say_no
         try:
             before = len(os.listdir("/proc/self/fd"))
             for _ in range(20):
-                assert (await knock(await stream(), ADMISSION, node.peer_id)).is_relay
+                assert (await DOOR.knock(await stream(), ADMISSION, node.peer_id)).is_relay
             assert await settled(before + 2)
             silent = [await stream() for _ in range(40)]  # each has an end of its own in this process
             assert await settled(before + len(silent) + 12)
@@ -189,8 +189,8 @@ def test_a_relay_keeps_nothing_of_those_who_asked_at_its_door_and_few_who_say_no
 def test_a_door_that_says_no_address_for_a_host_is_not_believed(host: str) -> None:
     """Before, its words became part of a command that the user is told to run."""
     with pytest.raises(ValueError, match="IP"):
-        Doorplate(1, trains=True, seen_at=host)
-    assert Doorplate(1, trains=True, seen_at="2001:db8::9").seen_at
+        DOOR.Doorplate(1, trains=True, seen_at=host)
+    assert DOOR.Doorplate(1, trains=True, seen_at="2001:db8::9").seen_at
 
 
 def test_a_node_that_is_told_of_made_up_nodes_notes_none_and_sends_them_nothing(keys: Path) -> None:

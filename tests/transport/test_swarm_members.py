@@ -268,11 +268,12 @@ def test_an_observer_is_told_why_a_peer_does_not_answer_it(swarms: Swarms, relay
 def test_who_names_a_peer_of_another_version_is_told_so(
     swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer(_: object, peer_id: str, host: str, reader: Any, writer: Any) -> None:
-        writer.write(frame({"kind": "doorplate", "version": 99, "trains": True, "same_run": True}))
-        await reader.read()  # until the other end closes it
+    async def answer_knock(stream: Any, *_: object) -> None:
+        stream[1].write(frame({"kind": "doorplate", "version": 99, "trains": True, "same_run": True}))
+        await stream[0].read()  # until the other end closes it
 
-    monkeypatch.setattr(sys.modules[PeerStreams.__module__].Door, "answer", answer)
+    door = sys.modules[PeerStreams.__module__].Door
+    monkeypatch.setattr(sys.modules[door.__module__], "_answer_knock", answer_knock)
     monkeypatch.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("it closes the stream")))
     with pytest.raises(RendezvousError, match=r"uses version 99 of the protocol, and this peer version \d+\. Install"):
         swarms.peer(1, [member])
