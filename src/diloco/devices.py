@@ -10,8 +10,10 @@ import functools
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +271,36 @@ def beside_training(device: torch.device) -> AbstractContextManager[Any]:
     import torch
 
     return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+_EAGER_LOCK = threading.Lock()
+_eager_users, _eager = 0, ExitStack()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what `torch.compile` has compiled as it is, in all threads until the last of them has left such a block.
+
+    torch's stance is one for the process, and whoever leaves sets it to what it was when they came: two threads that
+    overlap would leave everything uncompiled for ever.
+    """
+    global _eager_users
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled without it, and importing it takes long
+        yield
+        return
+    import torch
+
+    with _EAGER_LOCK:
+        if not _eager_users:
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _eager_users += 1
+    try:
+        yield
+    finally:
+        with _EAGER_LOCK:
+            _eager_users -= 1
+            if not _eager_users:
+                _eager.close()
 
 
 def known_peak_flops_per_s(device_name: str, precision: str) -> float | None:

@@ -1,6 +1,8 @@
 """Optimizers that keep values of the parameters: a merge moves these too, so that they don't pull it back."""
 
 import random
+import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from diloco import DiLoCo, InProcessTransport, Sgd, SyncSchedule
 from diloco.algorithm import AlphaMerge, RebaseMerge
+from diloco.devices import uncompiled
 from diloco.events import Event, Note
 from diloco.outer import Copies
 
@@ -333,3 +336,34 @@ def test_what_can_not_be_moved_or_tried_is_told(kind: type[Optimizer], words: st
     DiLoCo(model, kind(model.parameters(), lr=0.1), on_event=events.append)  # type: ignore[call-arg]
     (note,) = (event for event in events if isinstance(event, Note))
     assert words.replace("\\", "") in note.text
+
+
+def test_trials_in_several_threads_leave_the_process_as_it_was() -> None:
+    """The stance of torch's compiler and the filters of warnings belong to the process; each trial restores them."""
+    import torch._dynamo.eval_frame  # takes seconds
+
+    before = torch._dynamo.eval_frame._stance, warnings.filters.copy()
+
+    def try_out() -> None:
+        for _ in range(5):
+            Copies([ScheduleFree([nn.Parameter(torch.ones(3))])])
+
+    threads = [threading.Thread(target=try_out) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (torch._dynamo.eval_frame._stance, warnings.filters) == before
+
+
+def test_what_is_compiled_stays_so_after_two_blocks_without_the_compiler_overlap() -> None:
+    import torch._dynamo.eval_frame  # takes seconds
+
+    before = torch._dynamo.eval_frame._stance
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance == before

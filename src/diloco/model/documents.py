@@ -7,9 +7,8 @@ taken and not used.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from diloco.algorithm import holding, local_shard, reshard, trainable_parameters
 from diloco.checkpoint import Lazy
+from diloco.devices import uncompiled
 
 if TYPE_CHECKING:
     from diloco.model.language_model import LanguageModel
@@ -82,14 +82,12 @@ def _compare(model: LanguageModel) -> str | None:
 @contextmanager
 def _as_it_was(model: LanguageModel) -> Iterator[None]:
     was_training, device = model.training, next(model.parameters()).device
-    # else blocks would be compiled for this length; importing the compiler takes a second
-    compiled = "torch._dynamo" in sys.modules
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
         with (
             torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            uncompiled(),  # else blocks would be compiled for this length
             torch.autocast(device.type, torch.bfloat16, enabled=model.attends_in_half),
         ):
             yield

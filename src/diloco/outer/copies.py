@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 import types
 import warnings
 from collections import defaultdict
@@ -24,12 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import local_shard
+from diloco.devices import uncompiled
 
 _STEPS = 8
 _TINY = 3  # the size of a dimension
 _LEARNING_RATE = 1e-5  # so small that updates which depend on the size of the parameters stay alike
 _CLOSE = 5e-4  # of the constant by which the parameters differ: rounding; a slow moment moves more in so many steps
 _APART = 0.05  # of the constant: a decay that the gradients contain is less
+
+_TRIALS = threading.Lock()  # filters of warnings and the states of generators are restored, and belong to the process
 
 _Path = tuple[Any, ...]  # of keys; an attribute is a `_Attribute`
 
@@ -56,7 +60,7 @@ class Copies:
                 continue
             name = type(optimizer).__name__
             try:
-                with warnings.catch_warnings(), _same_random(), torch.compiler.set_stance("force_eager"):
+                with _TRIALS, warnings.catch_warnings(), _same_random(), uncompiled():
                     warnings.simplefilter("ignore")
                     found, mixed = _tried(optimizer)
             except Exception as error:  # of somebody else's code, which meets parameters that are not its own

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm import check_ranges, check_whole
 from diloco.data import PackedRows, PackedTokens, Tokenizer, heldout_batches, heldout_windows
-from diloco.devices import to_device
+from diloco.devices import to_device, uncompiled
 from diloco.errors import ConfigurationError, DataError, NonFiniteError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
@@ -191,7 +189,8 @@ def generate(
                     unread, seen, cache = max(1, window // 2), 0, model.new_cache()
                 # Not around the yield, where it would also apply to the consumer's code. Not inference mode: parameters
                 # that FSDP gathers in it could not be trained afterwards.
-                with torch.no_grad(), _uncompiled():
+                # Uncompiled, as it would be compiled again for every length of the cache.
+                with torch.no_grad(), uncompiled():
                     inputs = torch.tensor([text[-unread:]], dtype=torch.int64, device=device)
                     token = agreed(sampling.draw(model(inputs, cache)[0, -1].float(), generator))
                 if token in stop_tokens:
@@ -204,12 +203,6 @@ def generate(
             model.train(was_training)
 
     return tokens()
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Run what is compiled as it is, since it would be compiled again for every length of the cache."""
-    loaded = "torch._dynamo" in sys.modules  # importing it takes long, and without it nothing is compiled
-    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 _CONTEXT = 64  # tokens that are decoded again with each new one
