@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from diloco.data import ByteTokenizer, DataSettings, PackedTokens, Tokenizer, load_tokenizer, make_tokenizer, pack
 from diloco.errors import DataError
-from tests.vocabularies import END, FAMILIES, ODD, byte_level, library, llama, special, wordpiece, words
+from tests.vocabularies import END, FALLBACK, FAMILIES, ODD, byte_level, library, llama, special, wordpiece, words
 
 EOS = "<|endoftext|>"
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
@@ -92,6 +92,7 @@ ENDS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "of the model": (["</s>", "<e>"], {"config.json": {"eos_token_id": 257}}, "<e>"),
     "none named": (["<s>", "</s>"], {"tokenizer_config.json": {"eos_token": None}}, "</s>"),
     "an id of a larger vocabulary": (["</s>"], {"config.json": {"eos_token_id": 50256}}, "</s>"),
+    "an id that is a piece of text here": (["</s>"], {"config.json": {"eos_token_id": 2}}, "</s>"),
     "the file alone": (["<|im_end|>", "<|end_of_text|>"], {}, "<|end_of_text|>"),
     "DeepSeek's": (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"], {}, "<｜end▁of▁sentence｜>"),
 }
@@ -167,6 +168,16 @@ def test_control_tokens_that_are_pieces_are_plain_characters_in_a_text(name: str
     assert packed.tolist().count(tokenizer.eos_id) == 2
     assert int(byte_counts.sum()) == len(text) + 3
     assert tokenizer.decode(packed).replace(" ", "") == text.replace(" ", "") + "the"
+
+
+def test_bytes_that_a_trainer_marked_as_special_are_text_like_any_other() -> None:
+    made = llama(prepend=False)
+    made.add_special_tokens(special(*FALLBACK))
+    tokenizer = Tokenizer(made.to_str())
+    text = "a\n東京 <0x0A>\t"
+    packed, byte_counts = tokenizer.encode_counted([text])
+    assert tokenizer.decode(packed) == text
+    assert int(byte_counts.sum()) == len(text.encode())
 
 
 def test_a_text_that_would_end_itself_is_refused() -> None:

@@ -53,6 +53,10 @@ _ENDS = (
 _END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "eot", "sep")
 """What end-of-document tokens are called, without their case, brackets and separators, the likeliest first."""
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""The token of a byte, in vocabularies with byte fallback."""
+_ADDED_BYTE = re.compile(rf'"content":\s*"{_BYTE.pattern}"')
+
 _PROBE = "The quick  brown fox,\n\n\tit's 12,345 µm Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x_\r\n"
 """A text with white space, several scripts and composed characters."""
 
@@ -77,7 +81,7 @@ class Tokenizer:
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self._tokenizer = tokenizers.Tokenizer.from_str(_with_plain_bytes(content))
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"{source} is not a valid tokenizer.json: {error}.") from error
         self._source = source
@@ -275,12 +279,15 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
                 "tokenizer_config.json next to it."
             )
         return named
-    for index in (*ends[-1:], *([] if named is None else [named])):
-        token = tokenizer.id_to_token(index) if index >= 0 else None
-        if token is not None:
-            return token
-    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    if ends:
+        return str(tokenizer.id_to_token(ends[-1]))
+    by_id = tokenizer.get_added_tokens_decoder()
+    added = [token.content for token in by_id.values()]
     others = [token for token in tokenizer.get_vocab(with_added_tokens=False) if token[:1] in "<["]
+    token_named = None if named is None or named < 0 else tokenizer.id_to_token(named)
+    # a configuration of a model may hold the id of another vocabulary, where this one has a piece of text
+    if token_named is not None and (named in by_id or token_named in others):
+        return str(token_named)
     names: dict[str, str] = {}
     for token in (*added, *sorted(others)):
         names.setdefault(re.sub("[^a-z/]", "", token.lower()), token)
@@ -291,6 +298,25 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
         f"{source} has no token that ends a document: nothing names one, and none is called like one (<|endoftext|>, "
         "</s>, <eos>, [SEP]). Name one as eos_token in a tokenizer_config.json next to it."
     )
+
+
+def _with_plain_bytes(content: str) -> str:
+    """Return a ``tokenizer.json`` in which the bytes that a BPE falls back to are pieces of text, never special.
+
+    Trainers of the library put them into the vocabulary only as special tokens.
+    """
+    if not _ADDED_BYTE.search(content):  # reading a large file costs time
+        return content
+    described = json.loads(content)
+    model = described["model"]
+    if model["type"] != "BPE" or not model.get("byte_fallback"):
+        return content
+    kept = []
+    for token in described["added_tokens"]:
+        name = token["content"]
+        if not (_BYTE.fullmatch(name) and name in model["vocab"]):
+            kept.append(token)
+    return json.dumps({**described, "added_tokens": kept})
 
 
 def _unknown_token(tokenizer: tokenizers.Tokenizer) -> str | None:
@@ -497,7 +523,7 @@ def library_tokenizer(place: str, extra: str, needs: str) -> Any:
     with from_extra(extra, needs):
         from transformers import AutoTokenizer
     folder = tokenizer_folder(place)
-    with as_data_error(f"The tokenizer of {place}", FROM_HUB):
+    with as_data_error(f"The tokenizer of {place}", f"A folder with a {TOKENIZER_NAME} needs no conversion."):
         library: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         library.backend_tokenizer.to_str()
     return library
