@@ -163,7 +163,7 @@ def test_fewer_windows_than_a_batch_are_drawn_several_times(caplog: pytest.LogCa
     drawn = [windows_of(sampler.next_batch()) for sampler in members]
     assert sorted(Counter([*drawn[0], *drawn[1]]).values()) == [2, 3, 3]
     assert members[0].epochs == pytest.approx(3)
-    assert "only 3 training sequences of 3 tokens, and one batch for each replica has 8" in caplog.text
+    assert "only 3 training sequences of 3 tokens, and a step of all replicas has 8" in caplog.text
     with pytest.raises(DataError, match="3 training tokens are fewer than one sequence of 3 needs, that is 4"):
         Sampler(PackedTokens([np.arange(3)]), replica=0, **drawing)
 

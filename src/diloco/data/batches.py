@@ -361,10 +361,11 @@ class Sampler(Batches):
         needed = self._batch_size * max(1, len(members))
         repeats = -(-needed // self._distinct)
         if repeats > 1:
+            sequences = "training sequence" if self._distinct == 1 else "training sequences"
             warn_once(
-                f"There are only {self._distinct:,} training sequences of {length} tokens, and one batch for each "
-                f"replica has {needed:,}, so a step draws some of them several times. Use more text, smaller batches "
-                "or shorter sequences."
+                f"The text gives only {self._distinct:,} {sequences} of {length} tokens, and a step of all replicas "
+                f"has {needed:,}, so it draws some of them several times. Use more text, smaller batches or shorter "
+                "sequences."
             )
         self._num_windows = self._distinct * repeats  # the same ones, several times
         self._drawn = 0

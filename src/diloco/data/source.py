@@ -387,7 +387,14 @@ def _read_document(file: Any, name: str) -> Iterator[Row]:
             f"{name} is no text, since it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to UTF-8, and "
             "give a table the suffix .parquet."
         )
-    yield name, content.decode("utf-8-sig")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name} cannot be read as UTF-8: {error}. Convert a text of another encoding (iconv -f latin1 -t utf-8); "
+            "leave out what is not text."
+        ) from error
+    yield name, text
 
 
 def _read_whole(file: Any, name: str) -> bytearray:
