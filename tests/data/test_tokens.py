@@ -1,6 +1,7 @@
 """Tokenizers: any of the library is taken, byte counts are right, and saving and loading round-trips."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from diloco.data import ByteTokenizer, DataSettings, PackedTokens, Tokenizer, load_tokenizer, make_tokenizer, pack
 from diloco.errors import DataError
-from tests.vocabularies import END, FALLBACK, FAMILIES, ODD, byte_level, library, llama, special, wordpiece, words
+from tests.vocabularies import (
+    END,
+    FALLBACK,
+    FAMILIES,
+    ODD,
+    UNSPELL,
+    byte_level,
+    library,
+    llama,
+    special,
+    wordpiece,
+    words,
+)
 
 EOS = "<|endoftext|>"
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
@@ -93,6 +106,7 @@ ENDS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "none named": (["<s>", "</s>"], {"tokenizer_config.json": {"eos_token": None}}, "</s>"),
     "an id of a larger vocabulary": (["</s>"], {"config.json": {"eos_token_id": 50256}}, "</s>"),
     "an id that is a piece of text here": (["</s>"], {"config.json": {"eos_token_id": 2}}, "</s>"),
+    "an id of a bracket": (["</s>"], {"generation_config.json": {"eos_token_id": [27, 58]}}, "</s>"),
     "the file alone": (["<|im_end|>", "<|end_of_text|>"], {}, "<|end_of_text|>"),
     "DeepSeek's": (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"], {}, "<｜end▁of▁sentence｜>"),
 }
@@ -170,14 +184,37 @@ def test_control_tokens_that_are_pieces_are_plain_characters_in_a_text(name: str
     assert tokenizer.decode(packed).replace(" ", "") == text.replace(" ", "") + "the"
 
 
-def test_bytes_that_a_trainer_marked_as_special_are_text_like_any_other() -> None:
-    made = llama(prepend=False)
-    made.add_special_tokens(special(*FALLBACK))
-    tokenizer = Tokenizer(made.to_str())
-    text = "a\n東京 <0x0A>\t"
+BYTES = ["<unk>", "</s>", *FALLBACK]
+
+
+def trained_bpe() -> Any:
+    """Return a BPE whose trainer was given the bytes as special tokens, as it takes them in no other way."""
+    model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    made = library(model, normalizer=normalizers.Replace(" ", "▁"), decoder=decoders.Sequence(UNSPELL))
+    made.train_from_iterator(["the fox", "the dog"], trainers.BpeTrainer(special_tokens=BYTES, show_progress=False))
+    return made
+
+
+def unigram_with_bytes() -> Any:
+    """Return a Unigram model with bytes that are special tokens."""
+    pieces = [*((name, 0.0) for name in BYTES), *((piece, -2.0) for piece in ("▁", "the", *"<>"))]
+    model = models.Unigram(pieces, unk_id=0, byte_fallback=True)
+    parts = {"normalizer": normalizers.Replace(" ", "▁"), "decoder": decoders.Sequence(UNSPELL)}
+    return library(model, *special(*BYTES), **parts)
+
+
+@pytest.mark.parametrize("make", [trained_bpe, unigram_with_bytes])
+def test_bytes_that_a_trainer_marked_as_special_are_text_like_any_other(make: Callable[[], Any]) -> None:
+    tokenizer = Tokenizer(make().to_str())
+    text = "the\n東京\t"
     packed, byte_counts = tokenizer.encode_counted([text])
     assert tokenizer.decode(packed) == text
     assert int(byte_counts.sum()) == len(text.encode())
+
+
+def test_a_piece_that_begins_like_the_name_of_an_end_ends_no_document() -> None:
+    made = library(models.WordLevel({"?": 0, "</s": 1, "[sep": 2, "</s>": 3, "[sep]": 4}, unk_token="?"))
+    assert Tokenizer(made.to_str()).eos_id == 3
 
 
 def test_a_text_that_would_end_itself_is_refused() -> None:

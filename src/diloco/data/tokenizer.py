@@ -53,6 +53,9 @@ _ENDS = (
 _END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "eot", "sep")
 """What end-of-document tokens are called, without their case, brackets and separators, the likeliest first."""
 
+_BRACKETS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""How control tokens look that are not marked as such."""
+
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """The token of a byte, in vocabularies with byte fallback."""
 _ADDED_BYTE = re.compile(rf'"content":\s*"{_BYTE.pattern}"')
@@ -281,12 +284,11 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
         return named
     if ends:
         return str(tokenizer.id_to_token(ends[-1]))
-    by_id = tokenizer.get_added_tokens_decoder()
-    added = [token.content for token in by_id.values()]
-    others = [token for token in tokenizer.get_vocab(with_added_tokens=False) if token[:1] in "<["]
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    others = [token for token in tokenizer.get_vocab(with_added_tokens=False) if _BRACKETS.fullmatch(token)]
     token_named = None if named is None or named < 0 else tokenizer.id_to_token(named)
     # a configuration of a model may hold the id of another vocabulary, where this one has a piece of text
-    if token_named is not None and (named in by_id or token_named in others):
+    if token_named is not None and token_named in (*added, *others):
         return str(token_named)
     names: dict[str, str] = {}
     for token in (*added, *sorted(others)):
@@ -301,7 +303,7 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
 
 
 def _with_plain_bytes(content: str) -> str:
-    """Return a ``tokenizer.json`` in which the bytes that a BPE falls back to are pieces of text, never special.
+    """Return a ``tokenizer.json`` in which the bytes that a model falls back to are pieces of text, never special.
 
     Trainers of the library put them into the vocabulary only as special tokens.
     """
@@ -309,12 +311,14 @@ def _with_plain_bytes(content: str) -> str:
         return content
     described = json.loads(content)
     model = described["model"]
-    if model["type"] != "BPE" or not model.get("byte_fallback"):
+    if not model.get("byte_fallback"):
         return content
+    vocabulary = model["vocab"]
+    pieces = vocabulary if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}  # Unigram: with scores
     kept = []
     for token in described["added_tokens"]:
         name = token["content"]
-        if not (_BYTE.fullmatch(name) and name in model["vocab"]):
+        if not (_BYTE.fullmatch(name) and name in pieces):
             kept.append(token)
     return json.dumps({**described, "added_tokens": kept})
 
