@@ -42,10 +42,10 @@ def lm_eval(diloco: Diloco, runs: Path, export: Path) -> str:
     words = (
         f"-m lm_eval run --model hf --model_args pretrained={export},max_length=64 --tasks play --include_path {tasks}"
     )
-    run([[*words.split(), "--device", "cpu", "--batch_size", "1", "--output_path", str(runs / "measured")]], runs)
-    measured = json.loads(next((runs / "measured").rglob("*.json")).read_text())["results"]["play"][
-        "bits_per_byte,none"
-    ]
+    output = runs / f"measured-{export.name}"
+    run([[*words.split(), "--device", "cpu", "--batch_size", "1", "--output_path", str(output)]], runs)
+    results = json.loads(next(output.rglob("*.json")).read_text())["results"]
+    measured = results["play"]["bits_per_byte,none"]
     printed = diloco(f"evaluate {export} --data {texts} --json --device cpu --context 64")
     ours = json.loads(printed[printed.index("{") :])["bits_per_byte"]
     if abs(measured / ours - 1) > 0.05:

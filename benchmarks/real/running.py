@@ -57,10 +57,11 @@ class Diloco:
     def __init__(self, folder: Path) -> None:
         self.folder, self.commands, self.output = folder, list[str](), ""
         folder.mkdir(parents=True, exist_ok=True)
+        self.server = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], cwd=folder, env=environment(), text=True, **pipes
-        )
+        return subprocess.Popen([sys.executable, "-c", SERVER], cwd=self.folder, env=environment(), text=True, **pipes)
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +79,8 @@ class Diloco:
             RefusedError: if it ended with a sentence.
             WrongError: if it ended otherwise, or took longer than `LIMIT_S`.
         """
+        if self.server.poll() is not None:  # it was killed, or a command ended it
+            self.server = self._start()
         assert self.server.stdin
         assert self.server.stdout
         arguments, output, errors = [*line.split(), *words], self.folder / "output.txt", self.folder / "errors.txt"
@@ -85,6 +88,7 @@ class Diloco:
         print(json.dumps([arguments, str(output), str(errors)]), file=self.server.stdin, flush=True)
         if not select.select([self.server.stdout], [], [], LIMIT_S)[0]:
             self.server.kill()
+            self.server.wait()
             raise WrongError(f"took longer than {LIMIT_S} s")
         code = self.server.stdout.readline().strip()
         self.output = output.read_text("utf-8", "replace")
