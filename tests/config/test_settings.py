@@ -1,11 +1,10 @@
-"""The settings: their number, their units, and the old names, which are refused with the new ones."""
+"""The settings: their number and their units."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, typed_values
+from diloco.config import Configuration, keys_of, parse_arguments
 from diloco.errors import ConfigurationError
 
 MOST = 78
@@ -31,19 +30,6 @@ def test_a_text_or_path_is_a_place_unless_its_annotation_says_that_it_is_none() 
         *("network.run", "network.name", "network.allow"),
     }
     assert places >= {"checkpoint.mirror", "monitor.prometheus", "monitor.sinks", "data.paths", "network.secret_file"}
-
-
-def test_an_old_key_is_refused_with_what_replaces_it() -> None:
-    known = keys_of(Configuration)
-    for old, new in RENAMED.items():
-        named = new.partition(",")[0].partition(" ")[0]
-        assert old not in known
-        assert not new or "." not in named or named in known or any(named.startswith(f"{each}.") for each in known), new
-        with pytest.raises(ConfigurationError, match=r"it is (now|gone)") as of_file:
-            typed_values(tomllib.loads(f"{old} = 1"), Configuration, "run.toml")
-        with pytest.raises(ConfigurationError, match=r"it is (now|gone)"):
-            parse_arguments([f"--{old.replace('_', '-')}", "1"])
-        assert (new or "it is gone") in str(of_file.value)
 
 
 @pytest.mark.parametrize(

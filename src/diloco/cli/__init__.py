@@ -34,9 +34,6 @@ COMMANDS = {
 }
 """Every command, with the module of its ``run_COMMAND(arguments) -> exit code``, and a description."""
 
-RENAMED = {"inspect": "status RUN", "peers": "status --run NAME --join ADDRESS", "dht": "relay", "simulate": "plan"}
-"""Old commands, with the new ones."""
-
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -105,8 +102,6 @@ def _dispatch(words: Sequence[str]) -> int:
     if command == "--version":
         print(f"diloco {__version__}")
         return DONE
-    if command in RENAMED:
-        raise ConfigurationError(f"`diloco {command}` is now `diloco {RENAMED[command]}`.")
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)

@@ -7,7 +7,6 @@ from .flags import CommandLine as CommandLine
 from .flags import command_text as command_text
 from .flags import parse_flags as parse_flags
 from .flags import parse_options as parse_options
-from .keys import RENAMED as RENAMED
 from .keys import build as build
 from .keys import flatten as flatten
 from .keys import in_toml as in_toml

@@ -144,7 +144,12 @@ def values_in_file(line: CommandLine) -> Values:
     """
     if line.file is None:
         return line.defaults
-    values = read_toml(line.file, Configuration)
+    try:
+        values = read_toml(line.file, Configuration)
+    except ConfigurationError as error:
+        if line.file.suffix == ".toml":
+            raise
+        raise ConfigurationError(f"{error} To train on it, use --data {line.file}.") from error
     confirm_file(line.file, values, line.values)
     return line.defaults | values
 

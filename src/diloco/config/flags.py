@@ -34,7 +34,6 @@ from diloco.config.keys import (
     merge,
     nearest_name,
     parse_tables,
-    replacement,
 )
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
@@ -169,8 +168,6 @@ def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Va
                 before = values.get(key.name, ()) if key.is_list else ()
                 value = _value(key, flag, texts, words)
                 values[key.name] = (*before, *value) if before else merge(values.get(key.name), value)
-        elif gone := replacement(flag, command):
-            raise ConfigurationError(f"there is no flag {flag} any more: {gone}")
         else:
             near = nearest_name(flag, [*flags, *negations, "--help"])
             raise ConfigurationError(f"there is no flag {flag}{f'; did you mean {near}?' if near else '.'}")
@@ -179,8 +176,7 @@ def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Va
             count = len(places) if key.is_list else 1
             values[key.name], places = _value(key, _metavar(key), places[:count], words), places[count:]
     if places:
-        hint = replacement("--", command)
-        raise ConfigurationError(f"too many arguments: {' '.join(places)}{f'; {hint}' if hint else '.'}")
+        raise ConfigurationError(f"too many arguments: {' '.join(places)}; put a flag in front of each.")
     return values
 
 

@@ -165,40 +165,6 @@ def merge(below: Any, above: Any) -> Any:
     return {**below, **{name: merge(below.get(name), value) for name, value in above.items()}}
 
 
-_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
-
-RENAMED: dict[str, str] = {
-    **dict.fromkeys(_NAMES["gone"], ""),
-    **{old: f"{new}.{old.rpartition('.')[2]}" for new, keys in _NAMES["moved"].items() for old in keys},
-    **_NAMES["renamed"],
-}
-"""Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
-
-
-class OldKeyError(ConfigurationError):
-    """A key of a version before 0.6."""
-
-
-def replacement(name: str, command: str = "") -> str | None:
-    """Return what to say about an old key, or about an old flag (with dashes in front); None if it is none.
-
-    Args:
-        command: the command that has the flag.
-
-    >>> replacement("inner.learning_rate"), replacement("--transport.no-pace")
-    ('it is now optimizer.learning_rate.', 'it is gone, and nothing replaces it.')
-    >>> replacement("--start-replicas"), replacement("train.steps")
-    ('it is now --network.replicas.', None)
-    """
-    key = name.lstrip("-").replace(".no-", ".")
-    new = _NAMES["commands"].get(command, {}).get(key.partition(".")[0])
-    if new is None:
-        new = RENAMED.get(key.replace("-", "_"))
-        if new and name.startswith("--") and "." in new.partition(" ")[0]:
-            new = f"--{new.replace('_', '-')}"
-    return None if new is None else f"it is now {new}." if new else "it is gone, and nothing replaces it."
-
-
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
     """Return the known key or flag that is probably meant by ``word``, of which the last part counts most.
 
@@ -265,9 +231,6 @@ def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, sec
         elif name in sections:
             raise ConfigurationError(f"{shown} is not valid; {name} is a section, written [{name}].")
         else:
-            for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
-                if hint := replacement(old):
-                    raise OldKeyError(f"{where}: key {old!r}; {hint}")
             raise ConfigurationError(f"{where}: unknown key {name!r}{_meant(name, [*known, *sections])}")
     return values
 
@@ -290,8 +253,6 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
             raise msgspec.ValidationError("expected a value that is not empty")
         return freeze(msgspec.convert(value, described(key.annotation), strict=is_text or not typed, dec_hook=_decode))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second for bytes that are no text
-        if new := _NAMES["values"].get(f"{key.name}={value}"):
-            raise OldKeyError(f"{what}; it is now {new}.") from None
         works = str(error).partition(" - at ")[0]
         if get_origin(key.kind) is Literal:
             works = f"expected one of {', '.join(get_args(key.kind))}"

@@ -26,7 +26,7 @@ from diloco.config.configuration import (
     tokenizer_of_weights,
 )
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
+from diloco.config.keys import Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.data import HUB_PREFIX, TOKENIZER_NAME
 from diloco.errors import ConfigurationError
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
@@ -187,15 +187,9 @@ def read_record(path: Path) -> Configuration:
     """Return the settings in the ``config.toml`` of a run.
 
     Raises:
-        ConfigurationError: the file can't be read, or the run is of a version before 0.6.
+        ConfigurationError: the file can't be read, or has other keys.
     """
-    try:
-        return build(Configuration, read_toml(path, Configuration))
-    except OldKeyError:
-        raise ConfigurationError(
-            f"{path.parent} is a run of diloco 0.5 or older: that version resumes and evaluates it, and this one can "
-            "only export it, generate with it, or start a new run with --init-from."
-        ) from None
+    return build(Configuration, read_toml(path, Configuration))
 
 
 def chosen_places(line: CommandLine) -> Values:
