@@ -54,7 +54,7 @@ VALUES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"--out": "a b\n'ü$"}, {"out": Path("a b\n'ü$")}),
     ({"--run": "--debug"}, {"network.run": "--debug"}),
     ({"--optimizer.clip-norm": None}, {"optimizer.clip_norm": None}),
-    ({"--compile": False, "--network.compress": True}, {"train.compile": False, "network.compress": True}),
+    ({"--compile": False, "--data.local": True}, {"train.compile": False, "data.local": True}),
     ({"--evaluation.sample-prompts": ("-a", "", "b")}, {"evaluation.sample_prompts": ("-a", "", "b")}),
     ({"--evaluation.sample-prompts": ()}, {"evaluation.sample_prompts": ()}),
     ({"--optimizer.arguments": {"a b": (1, -2.5)}}, {"optimizer.arguments": {"a b": (1, -2.5)}}),
@@ -91,7 +91,7 @@ def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     [
         ("--optimizer.arguments..a 3", "there is no flag --optimizer.arguments..a"),
         ("--warmup-steps 3", "there is no flag --warmup-steps; did you mean --optimizer.warmup-steps"),
-        ("--no-compres", "there is no flag --no-compres; did you mean --network.no-compress"),
+        ("--no-streamin", "there is no flag --no-streamin; did you mean --data.no-streaming"),
         ("--compile=False", "takes no value, got False. Use --compile or --no-compile"),
         ("--compile no", "takes no value, got no. Use --compile or --no-compile"),
         ("--join a --run b --join", "--join needs a value"),

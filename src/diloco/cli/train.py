@@ -202,6 +202,11 @@ def run_finetune(arguments: Sequence[str]) -> int:
         from diloco.data import build_corpus
 
         asked = compose_for_model(line)
+        if asked.data.local:
+            raise ConfigurationError(
+                "With data.local=True the replicas have different numbers of conversations, and all need the same "
+                "--steps. Give it in place of --epochs."
+            )
         corpus = build_corpus(asked.data, length := asked.train.sequence_length)
         rows = corpus.train.num_windows(length)
         sequences = asked.train.batch_size * asked.network.replicas
@@ -237,6 +242,12 @@ def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = No
     if line.found and not settings.network.elastic:
         raise ConfigurationError("--found founds the swarm of a run. Use it with --transport swarm, or leave it out.")
     role = dataclasses.replace(role_of(settings.network, torchrun), founds=line.found)
+    if settings.data.local and role.kind == "launcher":
+        raise ConfigurationError(
+            "With data.local=True, each replica has data of its own, but this command would start all of them with the "
+            "same. Start each by itself: --data FOLDER --replica 0, 1, ... --join HOST:PORT, an address of the machine "
+            "of replica 0."
+        )
     folder, again = settings.out or plan.source, bool(line.resume_or_start)
     if plan.places and role.is_first and not launched:  # before anything is read, written or listened at
         say(f"the settings in {plan.source} name places outside it: {plan.places}")
@@ -283,6 +294,7 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
         known = fleet.directory.listens_at()
         addresses = " ".join([each for each in known if not each.startswith("/ip4/127.")] or known)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
+        secret += " --data FOLDER" if settings.data.local else ""  # their own
         nowhere = "nobody can join here yet: forward a port, or --join a `diloco relay` and wait for 3 minutes"
         say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
         if limits := fleet.directory.limits_of_reach():

@@ -270,8 +270,8 @@ def command_text(command: str, *places: object, flags: Mapping[str, object] = {}
         flags: flag -> value. False is written as the flag's negation, None as the word None, a tuple as several words,
             and a table as TOML.
 
-    >>> command_text("train", "my run.toml", flags={"--steps": 5, "--network.compress": False, "--run": "-a"})
-    "diloco train 'my run.toml' --steps 5 --network.no-compress --run=-a"
+    >>> command_text("train", "my run.toml", flags={"--steps": 5, "--data.streaming": False, "--run": "-a"})
+    "diloco train 'my run.toml' --steps 5 --data.no-streaming --run=-a"
     """
     words = ["diloco", command]
     words += [f"./{place}" if str(place).startswith("-") else str(place) for place in places]

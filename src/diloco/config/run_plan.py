@@ -139,7 +139,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
             f"{line.file} cannot be given together with --resume {resume}: a resumed run takes its settings from its "
             "own folder. Leave the file out."
         )
-    source, path = _run_folder(resume)
+    source, path = _run_folder(resume, line.values.get("network.replica"))
     settings = read_record(path)
     saved = flatten(settings)
     confirm(source, saved, line.values)
@@ -230,11 +230,14 @@ def _chosen(saved: Configuration) -> Values:
     return chosen
 
 
-def _run_folder(resume: Path) -> tuple[Path, Path]:
+def _run_folder(resume: Path, replica: int | None = None) -> tuple[Path, Path]:
     """Return the run folder that ``resume`` is, or that contains the checkpoint ``resume``, and its settings file.
 
-    On a machine with only some of a run's replicas, the settings are in the replicas' own folders.
+    The settings of a ``replica`` are in its own folder, if it has one. On a machine with only some of a run's replicas,
+    all settings are in such folders.
     """
+    if (own := resume / f"replica-{replica}" / CONFIG_FILE).is_file():  # which may name its own data
+        return resume, own
     for folder in (resume, *Path(os.path.abspath(resume)).parents[:2]):
         if (folder / CONFIG_FILE).is_file():
             return folder, folder / CONFIG_FILE
@@ -310,7 +313,9 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     goal = flatten(configuration)
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
     usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
-    values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name]}
+    if configuration.data.local:
+        private.add("data.paths")
+    values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] and name not in private}
     if configuration.preset != Configuration.preset:
         values = {"preset": configuration.preset, **values}
     if configuration.preset == FINETUNE:  # its number of steps follows from data

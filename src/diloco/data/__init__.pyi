@@ -1,5 +1,6 @@
 from .batches import Assignment as Assignment
 from .batches import Batches as Batches
+from .batches import Drawing as Drawing
 from .batches import Sampler as Sampler
 from .batches import Shares as Shares
 from .batches import as_message as as_message

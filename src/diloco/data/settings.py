@@ -64,6 +64,8 @@ class DataSettings:
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     streaming: bool = False
     """Read, tokenise and pack the documents during training instead of before it."""
+    local: bool = False
+    """Each replica trains and evaluates on data of its own, of which nothing but counts leaves the machine."""
 
     @property
     def chat(self) -> bool:

@@ -1,6 +1,7 @@
 from .connecting import NETWORKS as NETWORKS
 from .connecting import begin_attempt as begin_attempt
 from .description import check_components as check_components
+from .description import compared as compared
 from .description import describe as describe
 from .description import identity as identity
 from .description import make_fragments as make_fragments

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from diloco.devices import choose_device, choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
+from diloco.train.description import compared
 from diloco.train.fleet import Fleet
 from diloco.train.joining import held_checkpoint, held_step
 from diloco.train.processes import Role
@@ -87,7 +88,7 @@ def _over_tcp(run: RunSettings, role: Role, _: Path, facts: Mapping[str, str], _
         secret=read_secret(settings.secret_file, "network.secret_file"),
     )
     rules = Rules(
-        **_time_outs(settings, facts),
+        **_time_outs(settings, compared(run, facts)),
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
@@ -140,7 +141,7 @@ def _in_process_groups(
     )
     try:
         _compare(group, facts)
-        transport.agree(facts)
+        transport.agree(compared(run, facts))
         mine = str(_held_step(run, role))
         steps = dict(enumerate(map(int, roll.meet("checkpoints", mine, settings.start_timeout_s))))
     except BaseException as error:
@@ -173,7 +174,7 @@ def _in_swarm(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         status=PeerStatus(run.train.batch_size * run.train.sequence_length),
     )
     rules = Rules(
-        **_time_outs(network, facts),
+        **_time_outs(network, compared(run, facts)),
         continue_without_lost=True,
         together=False,
         late_s=network.late_s,
@@ -236,7 +237,6 @@ def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, 
         "round_timeout_s": network.round_timeout,
         "rendezvous_timeout_s": network.start_timeout_s,
         "min_replicas": network.min_replicas,
-        "compress": network.compress,
         "raise_on_loss": False,
         "facts": facts,
     }

@@ -108,7 +108,8 @@ def identity(
             the replicas begin.
         tokenizer: the facts of the tokenizer.
     """
-    train, network = settings.train, settings.network
+    train, network, packing = settings.train, settings.network, settings.data.packing
+    documents = f"conversations, {packing or 'masked'}" if settings.data.chat else f"text, {packing or 'joined'}"
     replicas = f"{network.replicas} of {network.replica_size} ranks"
     if network.elastic:
         replicas = f"any number, {network.replicas} to begin with"
@@ -128,8 +129,15 @@ def identity(
         "dynamic steps": "yes" if network.straggler == "dynamic" else "no",
         "replicas": replicas,
         "seed": str(settings.seed),
+        "data.local": "yes" if settings.data.local else "no",
+        "documents": documents,
         **({"data": data} if data else {}),
     }
+
+
+def compared(settings: RunSettings, facts: Mapping[str, str]) -> dict[str, str]:
+    """Return what replicas compare of the `identity` of a run: not their data, if each has its own."""
+    return {name: value for name, value in facts.items() if name != "data" or not settings.data.local}
 
 
 def untrained_digest(settings: RunSettings, model: LanguageModel) -> str:

@@ -45,9 +45,21 @@ def _join_run(session: Session, fleet: Fleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
+    if session.settings.data.local:
+        _find_own_place(session, replica)
     if not fleet.elastic or fleet.directory.step > 0:  # in a swarm they may have no state yet
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
+
+
+def _find_own_place(session: Session, replica: Replica) -> None:
+    """Go on in the data of this replica, which nobody else has, where its own checkpoint stopped, if there is one."""
+    resume = session.settings.checkpoint.resume
+    if resume is None or not (held := _newest(Path(resume), replica.number, check=True)):
+        return
+    checkpoint = max(held, key=lambda each: each.step)
+    _check_same_run(session, checkpoint)
+    replica.sampler.load_state_dict(checkpoint.load(f"replica-{replica.number}")["sampler"])
 
 
 def _adopt_state(session: Session, replica: Replica, fleet: Fleet) -> None:
@@ -178,7 +190,8 @@ def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start
-    replica.sampler.join_at(totals.steps)
+    if not session.settings.data.local:  # else it goes on where it is
+        replica.sampler.join_at(totals.steps)
 
 
 def find_beginning(session: Session) -> str | None:

@@ -92,7 +92,8 @@ def run_training(
 
     def emit(event: Event) -> None:
         sink.handle(event)
-        fleet.place.publish(event)
+        if not (settings.data.local and isinstance(event, SampleGenerated)):  # which may repeat what was trained on
+            fleet.place.publish(event)
 
     # it disconnects before the rest ends, so that no replica waits for the last upload of one that has failed
     with ExitStack() as at_end, fleet.connected():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.algorithm import digest_tensors, make_codec, persistent_buffers, trainable_parameters
 from diloco.checkpoint import Lazy, whole
-from diloco.data import Corpus
+from diloco.data import Corpus, Drawing
 from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
 from diloco.errors import RoundVoidError, TransportError
 from diloco.events import Event, Note, RoundCommitted, StepFinished
@@ -117,12 +117,12 @@ class Session:
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
-        for assignment in self.fleet.take_assignments():
+        for assignment in () if self.settings.data.local else self.fleet.take_assignments():
             self.replicas[0].sampler.assign(assignment)
         trained, averaging_s = pace is None or not self._inner or pace.trains(step), 0.0
         if trained:
             averaging_s = self._train(step)
-        else:
+        elif not self.settings.data.local:  # nobody else could draw the batch
             for replica in self.replicas:
                 replica.sampler.skip_batch()
         self.totals.shared_start_steps += self.averages_gradients and self.settings.algorithm != "data-parallel"
@@ -355,13 +355,16 @@ class Session:
         # while gradients are averaged, one model and optimizer serve all, unless batches or a loss scale differ in them
         if not inner or not self.averages_gradients or persistent_buffers(inner.model) or inner.scaler.is_enabled():
             inner = self._make_inner(initial)
-        batches = self.corpus.batches(
-            sequence_length=settings.train.sequence_length,
-            batch_size=settings.train.batch_size,
-            seed=settings.seed,
-            replica=transport.replica,
-            num_replicas=None if self.fleet.elastic else settings.network.replicas,
-        )
+        drawing: Drawing = {
+            "sequence_length": settings.train.sequence_length,
+            "batch_size": settings.train.batch_size,
+            "seed": settings.seed,
+            "replica": transport.replica,
+            "num_replicas": None if self.fleet.elastic else settings.network.replicas,
+        }
+        if settings.data.local:  # all of it is this replica's; copies of another's are drawn in another order
+            drawing |= {"seed": settings.seed + transport.replica, "replica": 0, "num_replicas": 1}
+        batches = self.corpus.batches(**drawing)
         codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
         gradients = GradientAverager(inner.model, transport, codec, self.fleet.group)
         return Replica(transport.replica, inner, batches, RandomState(settings.seed, transport.replica), gradients)

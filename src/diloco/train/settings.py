@@ -326,9 +326,9 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
         (f"network.{each}", each, (), "network.transport", ("tcp", "swarm"))
         for each in ("join", "listen", "secret_file")
     ),
-    # replicas that join and leave can't average gradients at every step, or divide data that is read while training
+    # replicas that join and leave can't average gradients at every step
     ("algorithm", "algorithm", ("streaming", "diloco"), "network.transport", ("in-process", "tcp", "torch")),
-    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
+    ("data.local", "local", (), "network.transport", ("torch", "tcp", "swarm")),
     ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
 )
 """What can only be used with some algorithms or transports: its key, its field, the values that always work
@@ -358,6 +358,11 @@ def _check_together(settings: RunSettings) -> None:
         "Use --train.parallelism fsdp, or --transport torch.",
     )
     if network.elastic:
+        _refuse_if(
+            settings.data.streaming and not settings.data.local,
+            "data.streaming=True can't be used with network.transport='swarm', whose replicas join and leave: what is "
+            "read while training can't be divided anew. Leave it out, or tokenise the data before (diloco tokenize).",
+        )
         _refuse_if(
             network.run is None,
             "network.transport='swarm' needs the name of the run. Use --run NAME, the same for all peers of the run.",

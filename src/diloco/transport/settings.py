@@ -60,8 +60,6 @@ class NetworkSettings:
     """swarm: what happens if a contribution is late. wait: the round is void after `round_timeout`; skip: the others
     continue without that replica after twice `silence`, and it rejoins. dynamic: a replica slower than the fastest
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
-    compress: bool = True
-    """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
 
     @property
     def elastic(self) -> bool:

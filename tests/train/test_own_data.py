@@ -1,0 +1,143 @@
+"""`data.local`: each replica has data of its own, and the others learn nothing of it but counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from diloco.cli import main
+from diloco.config import join_command, parse_arguments, plan_run
+from diloco.train import compared, identity, outline
+from tests.commands import Command
+from tests.processes import Processes, free_port
+from tests.runs import SMALL, of_torchrun, settings_of, write_text
+
+
+class Sites:
+    """Two sites, each with a folder of its own text, which start a replica each by a command of their own."""
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self.processes, self.folder, self.commands = processes, folder, 0
+        self.data = []
+        for site, documents in enumerate((40, 10)):
+            (place := folder / f"text-{site}").mkdir()
+            self.data.append(write_text(place, documents=documents, seed=site))
+
+    def start(self, site: int, out: Path, arguments: str, **environment: Any) -> Command:
+        words = f"train {SMALL} {self.data[site]} --data.local --monitor.console quiet --out {out} {arguments}"
+        return self.command(words, **environment)
+
+    def command(self, words: str, **environment: Any) -> Command:
+        self.commands += 1
+        return Command(self.processes, shlex.split(words), self.folder / f"{self.commands}.txt", **environment)
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    with Processes() as processes:
+        yield Sites(processes, tmp_path)
+
+
+Run = Callable[..., list[Path]]
+
+
+def ended(commands: Sequence[Command]) -> None:
+    for command in commands:
+        command.end()
+
+
+def over_tcp(sites: Sites, name: str, arguments: str) -> list[Path]:
+    """Return the folders of the two sites, which lie beside each other."""
+    out, meet = sites.folder / name, f"--transport tcp --join 127.0.0.1:{free_port()} {arguments}"
+    ended([sites.start(site, out, f"{meet} --replica {site}") for site in range(2)])
+    return [out, out / "replica-1"]
+
+
+def in_process_groups(sites: Sites, name: str, arguments: str) -> list[Path]:
+    out, store = sites.folder / name, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [of_torchrun(site, 2, store.port) for site in range(2)]
+    ended([sites.start(site, out, f"--transport torch {arguments}", environment=places[site]) for site in range(2)])
+    return [out, out / "replica-1"]
+
+
+def over_a_swarm(sites: Sites, name: str, arguments: str) -> list[Path]:
+    swarm = f"--transport swarm --run {name} --network.listen 127.0.0.1:0 {arguments}"
+    outs = [sites.folder / f"{name}-{site}" for site in range(2)]
+    first = sites.start(0, outs[0], f"{swarm} --replica 0")
+    address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
+    ended([first, sites.start(1, outs[1], f"{swarm} --replica 1 --join {address}")])
+    return outs
+
+
+def summaries(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads((folder / "summary.json").read_text()) for folder in folders]
+
+
+def test_a_run_with_own_data_has_the_same_bits_on_every_transport(sites: Sites) -> None:
+    runs: dict[str, Run] = {"tcp": over_tcp, "torch": in_process_groups, "swarm": over_a_swarm}
+    ends = {name: summaries(run(sites, name, "")) for name, run in runs.items()}
+    digests = {name: {end["global_params_digest"] for end in both} for name, both in ends.items()}
+    assert len(set().union(*digests.values())) == 1, digests
+    for name, both in ends.items():
+        assert [end["steps"] for end in both] == [12, 12], name
+        assert both[0]["epochs"] < both[1]["epochs"], "each counts passes over its own data"
+    assert main(["evaluate", str(sites.folder / "tcp")]) == 0
+
+
+def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:
+    ends = [*summaries(over_tcp(sites, "tcp", "--data.streaming"))]
+    ends += summaries(over_a_swarm(sites, "swarm", "--data.streaming"))
+    assert len({end["global_params_digest"] for end in ends}) == 1
+
+
+def test_who_shares_data_is_refused_by_those_who_have_their_own(sites: Sites) -> None:
+    meet = f"--transport tcp --join 127.0.0.1:{free_port()}"
+    sites.start(0, sites.folder / "own", f"{meet} --replica 0")
+    out = sites.folder / "shared"
+    shared = sites.command(f"train {SMALL} {sites.data[1]} --monitor.console quiet --out {out} {meet} --replica 1")
+    shared.end(1)
+    assert re.search(r"has data.local = yes .* has data.local = no", shared.output), shared.output
+
+
+def test_replicas_with_own_data_compare_tokenizer_template_and_format_and_nothing_of_the_data(data: Path) -> None:
+    settings = settings_of(data, "--data.local --transport tcp")
+    facts = identity(
+        settings, outline(settings, 257), "digest of the data", "", {"tokenizer": "t", "chat template": "c"}
+    )
+    assert facts["data"] == "digest of the data"
+    told = compared(settings, facts)
+    assert {"tokenizer", "chat template", "documents", "data.local"} <= told.keys()
+    assert "digest of the data" not in told.values()
+    assert not [value for value in told.values() if str(data.name) in value or str(data.parent) in value]
+    shared = settings_of(data, "--transport tcp")
+    assert compared(shared, facts) == facts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train --data.local", "data.local=True can't be used with network.transport='in-process'"),
+        ("train --data.local --transport tcp", "Start each by itself: --data FOLDER --replica 0, 1, ..."),
+    ],
+)
+def test_replicas_that_would_all_have_the_same_own_data_are_refused(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_join_command_asks_for_own_data_and_names_none(tmp_path: Path) -> None:
+    words = ["--transport", "swarm", "--run", "a", "--data", str(tmp_path / "patients"), "--data.local"]
+    told = join_command(plan_run(parse_arguments(words)).configuration, tmp_path)
+    assert "--data.local" in told
+    assert "patients" not in told
