@@ -33,7 +33,8 @@ from diloco.protocol import (
     decode,
     encode,
 )
-from tests.protocol.simulated import CODEC, NUMEL, PAYLOAD, RULES, assert_nothing
+from tests.protocol.network import Limits, settle
+from tests.protocol.simulated import CODEC, NUMEL, PAYLOAD, RULES, assert_nothing, finish, simulated
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
@@ -229,6 +230,29 @@ def test_one_of_three_stops_alone_and_two_stop_all() -> None:
     for rank, stops in ((1, False), (2, True)):
         machine.handle(0.0, machine.receive, rank, Announcement("stop", 5))
         assert machine.said.stopping == stops
+
+
+@pytest.mark.parametrize("topic", ["stop", "finished", "speed"])
+@pytest.mark.parametrize("how", ["leaves", "ends"])
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_what_a_replica_announced_is_forgotten_once_it_is_no_member(replicas: int, topic: Any, how: str) -> None:
+    """It was preempted, started again, and rejoined. Hours later another one that was preempted stopped all."""
+    network = simulated(replicas, Limits(returns=replicas), replace(RULES, together=False))
+    finish(network)
+    for victim in range(replicas - 1, 0, -1):
+        rank = network[victim]
+        rank.handle(rank.machine.announce, Announcement(topic, 1))
+        settle(network)
+        assert victim in network[0].machine.said.numbers[topic]
+        assert not network[0].machine.said.stopping
+        if how == "leaves":
+            rank.handle(rank.machine.views.leave)
+        network.end(victim)
+        finish(network)
+        network.return_whole(victim)
+        finish(network)
+        assert network[0].view.members == tuple(range(replicas))
+        assert victim not in network[0].machine.said.numbers[topic]
 
 
 def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:

@@ -195,7 +195,8 @@ class Announcements:
     def begin_view(self, members: Collection[int]) -> None:
         self._replicas = {*members}
         self._were_members.update(ranks := self._rules.ranks(members))
-        self.numbers["speed"] = {rank: speed for rank, speed in self.numbers["speed"].items() if rank in ranks}
+        for topic, numbers in self.numbers.items():  # another process may take the place of one that has left
+            self.numbers[topic] = {rank: number for rank, number in numbers.items() if rank in ranks}
 
     def forget(self, rank: int) -> None:
         if rank not in self._were_members:
