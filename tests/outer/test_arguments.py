@@ -57,6 +57,14 @@ def tcp(**arguments: Any) -> None:
         (tcp, {"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
         (tcp, {"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
         (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
+        (tcp, {"facts": {"data": "x" * 4097}}, "The fact 'data' has 4097 characters, and at most 4096.*Give a digest"),
+        (tcp, {"facts": {"y" * 5000: ""}}, "The fact 'yyy.* has 5000 characters"),
+        (
+            tcp,
+            {"facts": {f"file {n}": "x" * 4000 for n in range(4)}},
+            "There are 4 facts of 16.* at most .* 13312 bytes",
+        ),
+        (tcp, {"facts": dict.fromkeys(map(str, range(257)), "")}, "There are 257 facts .* at most 256 "),
     ],
 )
 def test_what_can_not_work_is_refused(call: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
@@ -138,3 +146,16 @@ def test_a_transport_whose_replicas_have_other_arguments_is_not_taken() -> None:
         replica.change_transport(others.endpoint(0))
     replica.step()
     assert replica.rounds_committed == 1
+
+
+@pytest.mark.parametrize("num_blocks", [2, 31, 200])
+def test_what_replicas_compare_fits_into_a_message_whatever_the_names_of_parameters(num_blocks: int) -> None:
+    """Else a replica that joins would wait for an answer until its time is over."""
+    block = torch.nn.ModuleDict({f"{part}_{'x' * 250}": torch.nn.Linear(1, 1) for part in "abc"})
+    blocks = torch.nn.ModuleList(copy.deepcopy(block) for _ in range(num_blocks))
+    inner, schedule = (
+        torch.optim.SGD(blocks.parameters(), lr=0.1),
+        SyncSchedule(inner_steps=500, num_fragments=num_blocks),
+    )
+    with connect_tcp(**CONNECT) as transport:
+        DiLoCo(blocks, inner, schedule=schedule, transport=transport).step()

@@ -17,6 +17,7 @@ from diloco.protocol import (
     Accept,
     Adopted,
     Announcement,
+    Ask,
     Change,
     Entry,
     Excluded,
@@ -163,9 +164,18 @@ def test_what_is_no_message_says_why(message: Any) -> None:
 
 
 def test_a_difference_shows_no_escapes_of_others() -> None:
-    words = ENTRY.diff(replace(ENTRY, rank=0, facts={"a": "\x1b]0;title\x07" + "x" * 60_000}))
+    words = ENTRY.diff(replace(ENTRY, rank=0, facts={"a": "\x1b]0;title\x07" + "x" * 4000}))
     assert words.isprintable()
     assert len(words) < 700
+
+
+def test_an_entry_with_as_many_facts_as_are_allowed_is_taken_from_a_stranger() -> None:
+    """Else its owner would wait for an answer until its time is over."""
+    facts = {f"file {n}": "x" * size for n, size in enumerate((4096, 4096, 4096, 983))}
+    entry = Entry(5, "x" * 60, facts, 1 << 53, ("/ip4/100.100.100.100/tcp/31330/p2p/" + "x" * 100,) * 16, "n" * 32)
+    assert len(encode(facts)) > (13 << 10) - 10
+    assert len(encode(Ask(entry, (1 << 31) - 1))) < 1 << 14
+    assert decode(encode(Ask(entry)), Ask).entry == entry
 
 
 def test_the_table_of_a_thousand_ranks_fits_into_a_message() -> None:

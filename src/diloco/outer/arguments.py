@@ -51,6 +51,7 @@ Saved = Annotated[T, "shared", "saved"]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
+_MAX_FRAGMENT_CHARACTERS = 8000  # of all fragments, likewise
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 FIRST_WEIGHTS = (
@@ -214,7 +215,7 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
         facts |= {name: code for name, code in codes.items() if code}
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
     fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
-    if len(fragments) > _MAX_FRAGMENTS:
+    if len(fragments) > _MAX_FRAGMENTS or sum(map(len, fragments.values())) > _MAX_FRAGMENT_CHARACTERS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 from diloco.algorithm import RoundId, check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.membership import Policy
+from diloco.protocol.wire import check_facts
 
 _Count = Annotated[int, Meta(ge=1)]
 _Time = Annotated[float, Meta(gt=0)]
@@ -64,6 +65,7 @@ class Rules(Policy):
             )
         if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
             raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
+        check_facts(self.facts)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:

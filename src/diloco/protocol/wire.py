@@ -98,11 +98,38 @@ MAX_NAME = 32
 
 _MOST_KNOWN = 1000
 _MOST_ENTRIES = 1 << 12
+_MAX_TEXT = 1 << 12
+_MAX_FACTS = 1 << 8
+_MAX_FACTS_BYTES = 13 << 10  # in all, so that an entry fits into the 16 kB that a stranger may send
 
-_Text = Annotated[str, Meta(max_length=1 << 12)]
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 _Swarm = Annotated[str, Meta(max_length=64)]
-Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=1 << 8)]
+Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=_MAX_FACTS)]
 Topic = Literal["stop", "finished", "speed"]
+
+
+def check_facts(facts: Mapping[str, str]) -> None:
+    """Raise `ConfigurationError` for facts that no other rank would take: it would close the connection unread.
+
+    >>> check_facts({"data": "x" * 4097})
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: The fact 'data' has 4097 characters, and at most 4096 can be compared. Give a \
+digest of it, such as hashlib.sha256(text.encode()).hexdigest().
+    """
+    digest = "such as hashlib.sha256(text.encode()).hexdigest()"
+    for name, value in facts.items():
+        size = max(len(name), len(value))
+        if size > _MAX_TEXT:
+            raise ConfigurationError(
+                f"The fact {visible(name, MAX_NAME)!r} has {size} characters, and at most {_MAX_TEXT} can be compared. "
+                f"Give a digest of it, {digest}."
+            )
+    size = len(encode(facts))
+    if len(facts) > _MAX_FACTS or size > _MAX_FACTS_BYTES:
+        raise ConfigurationError(
+            f"There are {len(facts)} facts of {size} bytes, and at most {_MAX_FACTS} of {_MAX_FACTS_BYTES} bytes can be "
+            f"compared. Give one digest of several of them, {digest}."
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +149,7 @@ class Entry:
     def __post_init__(self) -> None:
         if not self.address.isprintable() or not self.name.isprintable():
             raise ConfigurationError("the address and the name of a rank must be printable.")
+        check_facts(self.facts)
 
     def diff(self, other: Entry, ranks_per_replica: int = 1) -> str:
         """Return the first difference of the facts of two ranks, the lower one first, or "" if there is none."""
