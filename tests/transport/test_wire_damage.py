@@ -324,6 +324,60 @@ def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run
         assert [each.view.members for each in transports] == [(0, 1)] * 2, case
 
 
+def overlapping(data: bytes) -> bytes:
+    """Return a part as two, of the same size together, of which the second begins before the first ends."""
+    body, start = data[PART.size :], PART.unpack_from(data)[3]
+    half = len(body) // 2
+    return changed(data, body[:half]) + changed(data, body[half - 1 : -1], start=start + half - 1)
+
+
+WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "of another size": (lambda data: changed(data, total=NUMEL * 8), "2400000 bytes arrived where"),
+    "whose parts overlap": (overlapping, "overlap"),
+    "in parts of one byte": (lambda data: changed(data, data[PART.size : PART.size + 1]), "a part of 1 bytes"),
+    "damaged before it was compressed": (lambda data: changed(data, b"any bytes", kind=b"Z"), "is damaged"),
+    "of a kind that is none": (lambda data: changed(data, kind=b"?"), "an invalid part of kind b'?'"),
+}
+"""What all parts of a member become, and why its messages are refused."""
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+def test_who_always_sends_wrong_messages_is_named_and_excluded(
+    wires: Wires,
+    relays: Relays,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: Callable[[bytes], bytes],
+    words: str,
+    *,
+    early: bool,
+) -> None:
+    """Before, nobody was blamed: all rounds were void for ever. ``early``: they come before it is known who sends."""
+    monkeypatch.setattr(sys.modules["diloco.transport.connections.links"], "_RETRY_PART", 1000)  # dial again at once
+    transports = wires.meet(3, continue_without_lost=True)
+    rank_of, spoilt = {each.address.port: each.replica for each in transports}, threading.Event()
+
+    def spoil(unit: Unit) -> bytes:
+        ends = unit.rank, rank_of[unit.port]
+        sender, receiver = reversed(ends) if unit.answers else ends
+        if early and unit.kind == "hello" and (sender, receiver) == (0, 1) and b"header" in unit.data:
+            spoilt.wait(1.0)
+            spoilt.clear()
+        if not (unit.is_part and sender == 2):
+            return unit.data
+        spoilt.set()
+        return changes(unit.data)
+
+    relays.hook = spoil
+    outcomes = at_once([partial(outcome, each, 2) for each in transports])
+    assert isinstance(outcomes[2], ReplicaLostError)
+    assert torch.equal(outcomes[0].values, outcomes[1].values)
+    for each in transports[:2]:
+        assert each.view.members == (0, 1)
+        assert "replica 2 has spoilt at least 3 recent rounds" in each.reason
+        assert words in each.reason
+
+
 # Control connections.
 
 

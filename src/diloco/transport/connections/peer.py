@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from diloco.algorithm import RoundId
-from diloco.errors import TransportError
+from diloco.errors import CodecError, TransportError
 from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
@@ -43,6 +44,7 @@ SMALL_PER_S = 2048.0  # parts that take more time than their data, likewise
 FLUSH_S = 1.0
 PIECE_BITS = 17  # of a tag: the message within its round
 _LOOK_S = 0.01  # between two looks whether a stripe has become free
+_MAX_REFUSED = 3  # a message of which so many parts were wrong, each over another connection, is the sender's fault
 
 
 def round_tag(view_id: int, round_id: RoundId) -> int:
@@ -206,7 +208,10 @@ class Peer:
         """Store what has arrived for a round in the messages that `receive` awaits from now on."""
         if early := self._early.pop(round_tag, None):
             for head, data in early.parts.values():
-                self.arrived(head, data)
+                try:
+                    self.arrived(head, data)
+                except TransportError as error:  # it was acknowledged, so it is not sent again
+                    self._spoil(head.tag, str(error))
 
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
@@ -323,8 +328,8 @@ class Peer:
     def receive(self, tag: int, buffer: memoryview, received: Future[None]) -> None:
         """Fill ``buffer`` with the message ``tag``, then resolve ``received``.
 
-        If the link ends before, or the message has another size, ``received`` fails with a `TransportError`. It is
-        cancelled if its round is closed before.
+        If the link ends before, ``received`` fails with a `TransportError`; if the message has another size or its parts
+        are wrong, with a `CodecError`. It is cancelled if its round is closed before.
         """
         if self._error is not None:
             received.set_exception(self._error)
@@ -347,26 +352,24 @@ class Peer:
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
-        expected = len(message.buffer)
-        if head.total != expected:
-            del self._incoming[head.tag]
-            words = f"a message of {head.total} bytes arrived where {expected} bytes were expected"
-            message.received.set_exception(TransportError(words))
-            return
-        content = head.content(data)
-        end = head.start + len(content)
-        if len(content) < LEAST_PART_BYTES and end < expected:  # tiny parts cost more than their data
-            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
-        message.buffer[head.start : end] = content
-        message.parts[head.start] = end
-        message.missing -= len(content)
-        if message.missing > 0:
-            return
-        starts = sorted(message.parts)
-        ends = [message.parts[each] for each in starts]
-        if starts != [0, *ends[:-1]] or ends[-1] != expected:
-            message.parts.clear()
-            message.missing = expected
-            raise TransportError(f"the parts of a message of {expected} bytes overlap")
-        del self._incoming[head.tag]
-        message.received.set_result(None)
+        try:
+            message.store(head, data)
+        except CodecError as error:
+            self._spoil(head.tag, str(error))
+        except TransportError as error:
+            self.refuse(head, str(error))
+        else:
+            if message.missing == 0:
+                self._incoming.pop(head.tag).received.set_result(None)
+
+    def refuse(self, head: Head, why: str) -> NoReturn:
+        """End the connection that brought a wrong part, which is then sent again; the third time, its message fails."""
+        if message := self._incoming.get(head.tag):
+            message.num_refused += 1
+            if message.num_refused == _MAX_REFUSED:
+                self._spoil(head.tag, why)
+        raise TransportError(why)
+
+    def _spoil(self, tag: int, why: str) -> None:
+        if message := self._incoming.pop(tag, None):
+            message.received.set_exception(CodecError(why))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zstandard
 
-from diloco.errors import TransportError
+from diloco.errors import CodecError, TransportError
 from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 
 if TYPE_CHECKING:
@@ -101,6 +101,31 @@ class Incoming:
     received: Future[None]  # resolved when the buffer is filled
     missing: int  # bytes that have not arrived yet
     parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
+    num_refused: int = 0  # number of wrong parts that have arrived
+
+    def store(self, head: Head, data: memoryview) -> None:
+        """Store a part that has not arrived before.
+
+        Raises:
+            TransportError: The part is wrong.
+            CodecError: The message is.
+        """
+        size = len(self.buffer)
+        if head.total != size:
+            raise CodecError(f"a message of {head.total} bytes arrived where {size} bytes were expected")
+        content = head.content(data)
+        end = head.start + len(content)
+        if len(content) < LEAST_PART_BYTES and end < size:  # tiny parts cost more than their data
+            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
+        self.buffer[head.start : end] = content
+        self.parts[head.start] = end
+        self.missing -= len(content)
+        if self.missing > 0:
+            return
+        starts = sorted(self.parts)
+        ends = [self.parts[each] for each in starts]
+        if starts != [0, *ends[:-1]] or ends[-1] != size:
+            raise CodecError(f"the parts of a message of {size} bytes overlap")
 
 
 @dataclass(eq=False)
@@ -330,9 +355,8 @@ class Stripe(asyncio.BufferedProtocol):
             if part := self._parts.pop((head.tag, head.start)):
                 self._peer.acknowledge(part)
         elif not head.valid:
-            raise TransportError(
-                f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
-            )
+            words = f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
+            self._peer.refuse(head, words)
         elif self._filled - begun < head.size:
             self._whole_bytes = HEAD.size + head.size
             return

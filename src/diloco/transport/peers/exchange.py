@@ -240,6 +240,8 @@ class PayloadExchange:
         buffer, received = self._incoming[member, piece]
         try:
             received.result()
+        except CodecError as error:
+            raise CodecError(f"the payload of replica {member} was refused: {error}", replica=member) from error
         except TransportError as error:
             raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
         return buffer
