@@ -224,6 +224,33 @@ def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_wai
     assert sent[0] < 2.2 * of_one, "two good rounds, and at most a tenth of each direction's payload of the void one"
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e9], ids=["reduce-scatter", "all-gather"])
+def test_a_payload_that_no_mean_contains_is_neither_sent_nor_awaited(
+    wires: Wires, relays: Relays, max_norm: float | None
+) -> None:
+    """That of a replica that has just joined, and is still fetching the state."""
+    transports, sent = wires.meet(3), [0, 0, 0]
+    transports[2].connections.machine.rounds.joined = True
+    rank_of = {each.address.port: each.replica for each in transports}
+
+    def count(unit: Unit) -> bytes:
+        if unit.is_part:
+            sent[rank_of[unit.port] if unit.answers else unit.rank] += len(unit.data) - PART.size
+        return unit.data
+
+    relays.hook = count
+    given = [replace(contribution(m), buffers=torch.tensor([1.0 + m]), max_norm=max_norm) for m in range(3)]
+    averages = exchange(transports, given)
+    expected = weighted_mean(given[:2]).values
+    for each in averages:
+        assert each.contributors == (0, 1)
+        assert torch.equal(each.values, expected)
+        assert each.buffers.tolist() == [1.5]
+    slices = 0 if max_norm else 2 * 4 * NUMEL // 3
+    assert sent[2] == slices, "its slice of the mean"
+    assert sent[0] == sent[1] == 2 * (4 * NUMEL // (1 if max_norm else 3) + 4) + slices
+
+
 def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(
     wires: Wires, relays: Relays, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -121,23 +121,11 @@ class PayloadExchange:
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
-        codec, numel = self.contribution.codec, self.contribution.numel
+        contributors = given.verdict.contributors
         try:
-            self._begin_receiving()
-            plans = [
-                [(member, a, b) for a, b in self._pieces(*bounds, codec)]
-                for member, bounds in zip(self.members, self._summed, strict=True)
-                if member in self._peers
-            ]
-            # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
-            for piece, row in enumerate(itertools.zip_longest(*plans)):
-                receivers: dict[tuple[int, int], list[int]] = {}
-                for member, a, b in filter(None, row):
-                    receivers.setdefault((a, b), []).append(member)
-                for (a, b), members in receivers.items():
-                    self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
-            if len(self._extras):
-                self._send(self._peers, self._extras, _EXTRAS)
+            self._begin_receiving(contributors)
+            if self.contribution.replica in contributors:  # else no mean contains its payload
+                self._send_payload()
         except Exception as error:
             self.verdict.set_exception(error)
         else:
@@ -218,13 +206,30 @@ class PayloadExchange:
 
         start() if asyncio._get_running_loop() is self._loop else self._loop.call_soon_threadsafe(start)
 
-    def _begin_receiving(self) -> None:
+    def _send_payload(self) -> None:
+        """Send each member the part that it sums. They take turns, piece by piece, so that all can start to sum."""
+        codec, numel = self.contribution.codec, self.contribution.numel
+        plans = [
+            [(member, a, b) for a, b in self._pieces(*bounds, codec)]
+            for member, bounds in zip(self.members, self._summed, strict=True)
+            if member in self._peers
+        ]
+        for piece, row in enumerate(itertools.zip_longest(*plans)):
+            receivers: dict[tuple[int, int], list[int]] = {}  # each piece is cut once
+            for member, a, b in filter(None, row):
+                receivers.setdefault((a, b), []).append(member)
+            for (a, b), members in receivers.items():
+                self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
+        if len(self._extras):
+            self._send(self._peers, self._extras, _EXTRAS)
+
+    def _begin_receiving(self, contributors: Collection[int]) -> None:
         codec = self.contribution.codec
         self._ranges = [*self._pieces(*self._summed[self.me], codec)]
         sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
         if len(self._extras):
             sizes[_EXTRAS] = len(self._extras)
-        for member in self._peers:
+        for member in self._peers.keys() & {*contributors}:
             for piece, num_bytes in sizes.items():
                 self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
         if self.plan.pattern == "reduce-scatter":
@@ -293,11 +298,11 @@ class PayloadExchange:
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
         act = _threads().submit if native else at_once  # torch has threads of its own, and a GPU needs one
+        others = [member for member in contributors if member in self._peers]
         for piece, (a, b) in enumerate(self._ranges):
-            arrived = all(self._incoming[member, piece][1].done() for member in self._peers)  # or never will
+            arrived = all(self._incoming[member, piece][1].done() for member in others)  # or never will
             finish(2 * _THREADS if arrived else 0)
-            payloads = {member: self._take(member, piece) for member in self.members}
-            addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
+            addends = {m: (codec, self._take(m, piece), weights[m] * factors.get(m, 1.0)) for m in contributors}
             summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
         finish(0)
         return factors, (squares, of_sum)
@@ -365,8 +370,7 @@ class PayloadExchange:
         self, weights: Mapping[int, float], contributors: Sequence[int]
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
-        raw: dict[int, Tensor] = {mine.replica: self._extras}
-        raw |= {member: self._take(member, _EXTRAS) for member in self._peers}
+        raw = {m: self._extras if m == mine.replica else self._take(m, _EXTRAS) for m in contributors}
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()
