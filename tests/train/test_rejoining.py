@@ -1,12 +1,14 @@
 """Replicas that have lost each other, over TCP and in a swarm, find each other again, to join, found a view, or end."""
 
 import asyncio
+import errno
 import gc
 import itertools
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -238,6 +240,33 @@ def test_one_that_has_rejoined_still_knows_how_many_ranks_there_are(meet: Meet) 
         stranger.sendall(frame({"kind": "hello", "rank": 7, "address": "127.0.0.1:1"}))
         assert stranger.recv(1) == b""
     assert 7 not in fleet.transport.connections.connected
+
+
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """Let another program listen at a port."""
+    with closing(socket.create_server(("127.0.0.1", port))):
+        yield
+
+
+FULL = mock.patch("socket.socketpair", side_effect=OSError(errno.EMFILE, "Too many open files"))
+"""A process that has no descriptor left for another loop."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [(taken, "Address already in use"), (lambda port: FULL, "Too many open")], ids=["port", "files"]
+)
+def test_one_that_can_not_listen_for_the_others_may_try_again(
+    meet: Meet, fault: Callable[[int], AbstractContextManager[Any]], words: str
+) -> None:
+    """An internal error has closed its port. Before, its run ended with a traceback."""
+    fleet = meet(2)[1]
+    connections = fleet.directory.transport.connections
+    connections.call(connections.streams.refuse())
+    with fault(connections.address.port), pytest.raises(TransportError, match=f"can't listen for the others.*{words}"):
+        fleet.rejoin(LIMIT_S)
+    fleet.rejoin(LIMIT_S)
+    assert fleet.joining
 
 
 def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:

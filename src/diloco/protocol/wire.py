@@ -127,8 +127,8 @@ digest of it, such as hashlib.sha256(text.encode()).hexdigest().
     size = len(encode(facts))
     if len(facts) > _MAX_FACTS or size > _MAX_FACTS_BYTES:
         raise ConfigurationError(
-            f"There are {len(facts)} facts of {size} bytes, and at most {_MAX_FACTS} of {_MAX_FACTS_BYTES} bytes can be "
-            f"compared. Give one digest of several of them, {digest}."
+            f"There are {len(facts)} facts of {size} bytes, and at most {_MAX_FACTS} of {_MAX_FACTS_BYTES} bytes can "
+            f"be compared. Give one digest of several of them, {digest}."
         )
 
 

@@ -323,11 +323,15 @@ class Fleet:
                 last = replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
             self._me = Candidate(lost.replica, lost.step, last, lost.views.agreed_view)
-        self._searching, self._listening = True, self._listening or lost.connections.streams.keep()
-        lost.close()
-        listening = self._listening and self._listening.dup()
-        again = Lost(self.directory, self._me, dict(self._identities), patience_s, listening)
-        self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
+        try:
+            self._listening = self._listening or lost.connections.streams.keep()
+            self._searching = True
+            lost.close()
+            listening = self._listening and self._listening.dup()
+            again = Lost(self.directory, self._me, dict(self._identities), patience_s, listening)
+            self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
+        except OSError as error:  # another program has its port, say, or it has no descriptor left
+            raise TransportError(f"replica {lost.replica} can't listen for the others: {error}.") from error
         self._stop_listening()
         self._searching = False
         self.gathering = not self.joining

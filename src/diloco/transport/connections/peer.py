@@ -328,8 +328,8 @@ class Peer:
     def receive(self, tag: int, buffer: memoryview, received: Future[None]) -> None:
         """Fill ``buffer`` with the message ``tag``, then resolve ``received``.
 
-        If the link ends before, ``received`` fails with a `TransportError`; if the message has another size or its parts
-        are wrong, with a `CodecError`. It is cancelled if its round is closed before.
+        If the link ends before, ``received`` fails with a `TransportError`. If the message has another size, or its
+        parts are wrong, it fails with a `CodecError`. It is cancelled if its round is closed before.
         """
         if self._error is not None:
             received.set_exception(self._error)
