@@ -16,7 +16,7 @@ import torch
 
 from diloco.algorithm import Contribution, SendersMean, make_codec
 from diloco.errors import RoundVoidError, TransportError
-from diloco.protocol import Store
+from diloco.protocol import Entry, Store
 from diloco.transport import PeerTransport, Transport
 from diloco.waiting import in_thread
 from tests.gpus import Cuda, on_gpu
@@ -175,7 +175,7 @@ def test_an_error_in_the_owners_callback_and_a_message_over_the_limit_end_their_
     first, second, third = wires.meet(3, continue_without_lost=True)
     first.on_change = fail
     with pytest.raises(TransportError, match=r"internal error \(TransportError: a control message of 105\d+ bytes"):
-        third.agree({str(number): "0" * 4096 for number in range(256)})
+        third.ask_to_join(Entry(2, "", places=("0" * 4096,) * 257), 20.0)
     with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
         averaged(first)
     assert averaged(second) == (1,)
