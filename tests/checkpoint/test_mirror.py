@@ -42,7 +42,7 @@ def home(folder: Path) -> Path:
     """Return a run folder with what a run leaves beside its checkpoints."""
     folder.mkdir()
     (folder / "summary.json").mkdir()  # is not copied, like all but the first three
-    mine = "token.json", "notes.txt", "wandb.toml", "lineage-of-mine.jsonl"
+    mine = "token.json", "notes.txt", "wandb.toml"
     for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "identity.key", "diloco.lock", *mine):
         (folder / name).write_text(f"{folder.name}, {name}")
     return folder

@@ -345,17 +345,21 @@ def test_a_bucket_chooses_no_file_and_no_sink(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket/mine"
-    (files / "mine.toml").write_text((files / "run.toml").read_text() + 'sinks = ["lineage"]\n')
+    (files / "mine.toml").write_text((files / "run.toml").read_text() + 'sinks = ["tensorboard"]\n')
     line = ["train", str(files / "mine.toml"), "--data", str(files / "text.jsonl"), "--resume-or-start", url]
     assert main([*line, "--stop-after", "4", "--checkpoint.every-steps", "4"]) == 0
     shutil.move("runs", "before")
-    needs = f"need --data {files}/text.jsonl --sinks lineage, and a bucket can't choose that here. Nothing was fetched."
+    needs = (
+        f"need --data {files}/text.jsonl --sinks tensorboard, and a bucket can't choose that here. Nothing was fetched."
+    )
     assert needs in refused(["train", "--resume", url], capsys)
     (there,) = Path("bucket/mine").glob("checkpoints/*/home/config.toml")
     stored = there.read_text()
     there.write_text(stored.replace("join = []", 'join = ["evil:1"]'))
     needs = "need --join evil:1, and a bucket can't choose that here"
-    assert needs in refused(["train", "--resume", url, "--data", f"{files}/text.jsonl", "--sinks", "lineage"], capsys)
+    assert needs in refused(
+        ["train", "--resume", url, "--data", f"{files}/text.jsonl", "--sinks", "tensorboard"], capsys
+    )
     there.write_text(stored)
     assert not Path("runs/mine").exists()
     other = [word.replace("text.jsonl", "run.toml") for word in line]

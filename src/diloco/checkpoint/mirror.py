@@ -47,7 +47,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _CONFIG = "config.toml"
 _COPIED = re.compile(
     r"config\.toml|(environment|summary|tokenizer|tokenizer_config|generation_config|special_tokens_map|added_tokens)\.json"
-    r"|metrics\.jsonl|lineage(-[0-9a-f]{8})?\.jsonl|chat_template\.jinja"
+    r"|metrics\.jsonl|chat_template\.jinja"
 )
 """The files that a run writes into its folder and that are copied: no key, no lock, and nothing of the user's."""
 _REPLICA = re.compile(r"replica-([1-9]\d*)")

@@ -77,8 +77,6 @@ class StatusOptions(SwarmOptions):
     """A run folder (its latest checkpoint) or a checkpoint."""
     every: Annotated[Duration | None, Meta(gt=0)] = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
-    verify: bool = False
-    """Check the signed lines of --sinks lineage in RUN and its replica-N, and show who contributed what."""
     json: bool = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
@@ -90,16 +88,6 @@ def run_status(arguments: Sequence[str]) -> int:
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
     if options.every is not None and (options.folder or options.json):
         raise ConfigurationError("--every keeps the table of --run up to date, without --json.")
-    if options.verify:
-        from diloco.monitor import verify_lineage
-
-        if options.folder is None or options.json:
-            raise ConfigurationError("--verify needs the folder of a run, without --json.")
-        table, problems = verify_lineage(options.folder)
-        print(table)
-        for words in problems:
-            say(words, "error")
-        return 1 if problems else 0
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0

@@ -1,6 +1,5 @@
 from .console import LiveConsole as LiveConsole
 from .console import PlainConsole as PlainConsole
-from .lineage import verify_lineage as verify_lineage
 from .progress import RunProgress as RunProgress
 from .settings import MonitorSettings as MonitorSettings
 from .sinks import MetricsFile as MetricsFile

@@ -19,8 +19,8 @@ class MonitorSettings:
     HOST:PORT: on that interface, to everybody who reaches it. Of several processes that one command starts, each takes
     a further port. Needs pip install 'diloco[monitor]'."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
-    """Further sinks: lineage, tensorboard, wandb (pip install 'diloco[monitor]'), or MODULE:NAME or FILE.py:NAME of
-    your own, which takes the run folder."""
+    """Further sinks: tensorboard, wandb (pip install 'diloco[monitor]'), or MODULE:NAME or FILE.py:NAME of your own,
+    which takes the run folder."""
 
     def __post_init__(self) -> None:
         if self.prometheus is not None:

@@ -24,7 +24,6 @@ from diloco import events
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.events import Event, Sink
 from diloco.monitor.console import JsonConsole, LiveConsole, PlainConsole
-from diloco.monitor.lineage import LineageSink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
 from diloco.private_files import read_regular
@@ -301,9 +300,7 @@ def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
         return TensorBoardSink(folder)
     if text == "wandb":
         return WandbSink(folder, **offered)
-    if text == "lineage":
-        return LineageSink(folder)
-    known = nearest(text, ("tensorboard", "wandb", "lineage"))
+    known = nearest(text, ("tensorboard", "wandb"))
     raise ConfigurationError(f"monitor.sinks={text!r} is unknown; {known} Your own is MODULE:NAME or FILE.py:NAME.")
 
 
