@@ -15,7 +15,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for the README and for the reports of each benchmark."""
-    for path in [_ROOT / "README.md", *sorted(_ROOT.glob("benchmarks/*/*.md"))]:
+    for path in [_ROOT / "README.md", *sorted(_ROOT.glob("benchmarks/**/*.md"))]:
         content = _with_links(path, _fenced(path.read_text(encoding="utf-8")))
         files.append(File.generated(config, _page_of(path) or "", content=content))
     return files
@@ -69,6 +69,8 @@ def _page_of(path: Path) -> str | None:
         return "index.md"
     if name.parts[0] == "docs" and name.suffix in (".md", ".svg", ".png"):
         return posixpath.join(*name.parts[1:])
-    if name.parts[0] != "benchmarks" or name.suffix != ".md" or len(name.parts) != 3:
+    if name.parts[0] != "benchmarks" or name.suffix != ".md" or len(name.parts) > 3:
         return None
+    if len(name.parts) == 2:
+        return f"measured/{name.name.replace('README', 'index')}"
     return f"measured/{name.parts[1]}.md" if name.name == "README.md" else f"measured/{name.parts[1]}-{name.name}"

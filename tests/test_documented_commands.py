@@ -18,7 +18,6 @@ from diloco.config import Configuration, keys_of, parse_arguments, parse_flags, 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOW = [page for page in PAGES if page.name != "log.md"]  # the log tells what was
 FILES = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
 OTHERS = [path for path in FILES if path.suffix != ".pyc"]
 EXAMPLES_OF_MISTAKES = ("keys.py", "toml.py", "units.py")
@@ -84,7 +83,7 @@ def test_documented_commands_are_understood(page: Path) -> None:
 
 
 def test_the_tests_named_on_the_pages_exist() -> None:
-    text = "".join(page.read_text("utf-8") for page in NOW)
+    text = "".join(page.read_text("utf-8") for page in PAGES)
     named = set(re.findall(r"(?:`|::)(test_\w+)`", text))
     files = set(re.findall(r"(?<=[`/])(test_\w+\.py)", text))
     paths = list((ROOT / "tests").rglob("*.py"))
@@ -144,7 +143,7 @@ def known_flags() -> set[str]:
     return flags | {"--epochs", "--resume-or-start", "--found"} | {f"--{name}" for name in FOREIGN.split()}
 
 
-@pytest.mark.parametrize("path", [*NOW, *OTHERS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: path.name)
 def test_settings_and_flags_named_on_a_page_exist(path: Path) -> None:
     prose = "\n".join(strings(path))
     assert unknown_settings(prose) == set()
@@ -163,14 +162,14 @@ def test_settings_and_flags_named_in_messages_and_docstrings_exist() -> None:
     assert named == set()
 
 
-@pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_toml_on_a_page_is_accepted(page: Path) -> None:
     for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
         if "[axes]" not in block:  # a study
             typed_values(tomllib.loads(block), Configuration, f"{page.name}, block {number}")
 
 
-@pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_sections_files_and_folders_named_on_a_page_exist(page: Path) -> None:
     missing = set()
     packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
