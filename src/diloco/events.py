@@ -11,7 +11,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from msgspec import Meta
 
 SCHEMA_VERSION = 1
 """The version of the ``metrics.jsonl`` schema. Within one version, fields may be added but never renamed or removed."""
@@ -182,6 +184,26 @@ class StateFetched(Event):
     here: bool = False  # whether this process has adopted the fragment
 
 
+class Site(NamedTuple):
+    """All that a replica with data of its own (`data.local`) tells the others of that data."""
+
+    step: Annotated[int, Meta(ge=0, le=1 << 53)]  # inner steps that it had finished when it evaluated
+    # of the global parameters on its held-out data, in nats per token; None: nothing is held out
+    loss: Annotated[float, Meta(ge=0, le=1e30)] | None
+    tokens: Annotated[int, Meta(ge=0, le=1 << 53)]  # that it has trained on
+    passes: Annotated[float, Meta(ge=0, le=1e30)]  # over its data
+
+
+def mean_loss(sites: Mapping[str, Site]) -> float | None:
+    """Return the mean of the sites' losses by the tokens that each has trained on; None if none is known.
+
+    >>> mean_loss({"0": Site(5, 1.0, 300, 0.5), "1": Site(5, 2.0, 100, 2.5), "2": Site(5, None, 900, 1.0)})
+    1.25
+    """
+    known = [(site.loss, max(1, site.tokens)) for site in sites.values() if site.loss is not None]
+    return sum(loss * tokens for loss, tokens in known) / sum(tokens for _, tokens in known) if known else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Held-out evaluation of the global parameters."""
@@ -191,6 +213,10 @@ class Evaluated(Event):
     bits_per_byte: float
     heldout_tokens: int
     final: bool = False
+    # what follows is known where each replica has data of its own (`data.local`)
+    local_loss: float | None = None  # of this replica's own local parameters on the same data
+    sites: Mapping[str, Site] = field(default_factory=dict)  # by replica, the newest of each member
+    sites_loss: float | None = None  # `mean_loss` of these
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ TABLES: tuple[tuple[str, str], ...] = (
     ("optimizer.arguments.rate", 'optimizer.name = "OWN:Own"'),
     ("sync.arguments.outer.final_ratio", ""),
     ("sync.arguments.average.max_norm", ""),
+    ("sync.arguments.average.weight", ""),
     ("sync.arguments.codec.block_size", 'sync.codec = "int8"'),
     ("sync.arguments.merge.share", 'sync.merge = "OWN:Merge"'),
     ("model.arguments.lora_alpha", 'model.source = "hf:somewhere"\nmodel.lora_rank = 2'),

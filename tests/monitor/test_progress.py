@@ -29,6 +29,22 @@ def test_the_best_held_out_loss_is_a_finite_one_also_of_before_a_resumption() ->
     assert (progress.committed, progress.void) == (7, 1)
 
 
+def test_the_held_out_losses_of_replicas_with_own_data_are_a_table_with_their_mean_by_tokens() -> None:
+    progress = RunProgress()
+    progress.take(started(names={"1": "anna"}), 0.0)
+    sites = {"0": events.Site(8, 2.0, 300_000, 0.5), "1": events.Site(4, 4.0, 100_000, 7.5)}
+    alone = evaluated(8, 2.0, local_loss=1.5, sites={"0": sites["0"]}, sites_loss=2.0)
+    assert progress.take(alone, 0.0).splitlines()[1:] == ["with the local parameters of this replica: 1.5000"]
+    sites["2"] = events.Site(8, None, 1_000, 12.0)
+    lines = progress.take(evaluated(8, 2.0, sites=sites, sites_loss=events.mean_loss(sites)), 0.0).splitlines()
+    assert [line.split("  ")[0].strip() for line in lines[1:]] == [
+        *("own data of", "replica 0", "anna", "replica 2", "mean by tokens")
+    ]
+    assert [line.split()[2:] for line in lines[2:5:2]] == [["2.0000", "300K", "0.5", "8"], ["-", "1K", "12.0", "8"]]
+    assert len({len(line) for line in lines[1:]}) == 1, "columns"
+    assert lines[-1].split() == ["mean", "by", "tokens", "2.5000"]
+
+
 def test_a_void_round_is_worth_a_line_only_when_its_reason_changes() -> None:
     late = [
         void(replica, fragment, k, f"fragment {fragment}, outer step {k}: replica {slow} is late")

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from diloco.algorithm import Contribution, RoundId
 from diloco.errors import TransportError
+from diloco.events import Site
 from diloco.membership import NextView, Report, View
 from diloco.protocol import (
     Adopted,
@@ -29,6 +31,7 @@ from diloco.protocol import (
     Message,
     MessageError,
     RoundVote,
+    SiteMessage,
     Submitted,
     decode,
     encode,
@@ -40,6 +43,7 @@ VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
 VOTE = RoundVote(3, (0, 0))
 MEET = Announcement("finished", 7)
+SITE = Site(7, 2.5, 100, 0.5)
 LATE = Excluded(3, "late")
 
 
@@ -107,8 +111,25 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     assert member.hear(sender, Introduce(ENTRY)).introduced == ([ENTRY] if has_a_say else [])
     member.hear(sender, Announcement("speed", 2.0))
     assert member.machine.said.numbers["speed"] == ({sender: 2.0} if has_a_say else {})
+    member.hear(sender, SiteMessage(SITE))
+    assert member.machine.said.sites == ({sender: SITE} if has_a_say else {})
     member.hear(sender, Excluded(1 << 53, "another process has taken its place"))
     assert (member.machine.views.failure is not None) == has_a_say
+
+
+def test_what_a_replica_tells_of_its_own_data_reaches_the_members_and_stays_known_when_one_has_left() -> None:
+    machine = first_of_three()
+    told = machine.handle(0.0, machine.announce, SiteMessage(SITE))
+    assert told.messages == [(1, SiteMessage(SITE)), (2, SiteMessage(SITE))]
+    machine.handle(0.0, machine.receive, 2, SiteMessage(SITE._replace(loss=None)))
+    machine.handle(0.0, machine.disconnect, 2)
+    assert machine.said.sites == {0: SITE, 2: SITE._replace(loss=None)}
+
+
+@pytest.mark.parametrize("site", [SITE._replace(loss=math.inf), SITE._replace(tokens=-1), SITE._replace(passes=-0.5)])
+def test_what_is_no_figure_of_own_data_is_no_message(site: Site) -> None:
+    with pytest.raises(MessageError):
+        decode(encode(SiteMessage(site)), Message)
 
 
 def test_what_others_did_in_a_view_that_is_over_excludes_nobody(member: Rank) -> None:

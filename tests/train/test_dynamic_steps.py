@@ -65,6 +65,22 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path, monkeypa
     assert session.totals.sequences == 2 * sum(trained)
 
 
+@pytest.mark.parametrize(
+    ("weight", "first", "later"), [('"tokens"', 0.5, 0.25), ('"equal"', 1.0, 1.0), ("3.0", 1.5, 0.75)]
+)
+def test_a_replica_weighs_by_what_it_has_trained_or_as_all_do_or_times_what_is_given(
+    data: Path, monkeypatch: pytest.MonkeyPatch, weight: str, first: float, later: float
+) -> None:
+    events: list[Event] = []
+    session = session_of(data, f"{ALONE} --sync.arguments {{average={{weight={weight}}}}}", on_event=events.append)
+    session.pace = at_share(1, monkeypatch)
+    for _ in range(12):
+        session.step()
+    sent = [(event.outer_step, event.weight) for event in events if isinstance(event, RoundSent)]
+    assert sent[0] == (0, first), "the very first step is always trained, and one of four"
+    assert {each for outer_step, each in sent if outer_step} == {later}
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sets(st.integers(0, 23)), min_size=2, max_size=2),

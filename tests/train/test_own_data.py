@@ -14,6 +14,8 @@ from torch.distributed import TCPStore
 
 from diloco.cli import main
 from diloco.config import join_command, parse_arguments, plan_run
+from diloco.events import Site, mean_loss
+from diloco.monitor import read_metrics
 from diloco.train import compared, identity, outline
 from tests.commands import Command
 from tests.processes import Processes, free_port
@@ -81,14 +83,24 @@ def summaries(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_own_data_has_the_same_bits_on_every_transport(sites: Sites) -> None:
+    """Each site shows how the global parameters do on the data of all of them."""
     runs: dict[str, Run] = {"tcp": over_tcp, "torch": in_process_groups, "swarm": over_a_swarm}
-    ends = {name: summaries(run(sites, name, "")) for name, run in runs.items()}
-    digests = {name: {end["global_params_digest"] for end in both} for name, both in ends.items()}
-    assert len(set().union(*digests.values())) == 1, digests
-    for name, both in ends.items():
-        assert [end["steps"] for end in both] == [12, 12], name
-        assert both[0]["epochs"] < both[1]["epochs"], "each counts passes over its own data"
-    assert main(["evaluate", str(sites.folder / "tcp")]) == 0
+    folders = {name: run(sites, name, "--evaluation.every-steps 4") for name, run in runs.items()}
+    ends = [end for both in folders.values() for end in summaries(both)]
+    assert len({end["global_params_digest"] for end in ends}) == 1
+    assert [end["steps"] for end in ends] == [12] * 6
+    tables = [end["sites"] for end in ends]
+    assert tables == [tables[0]] * 6
+    table = {number: Site(*site) for number, site in tables[0].items()}
+    assert [(site.step, site.tokens) for site in table.values()] == [(12, 12 * 2 * 16)] * 2
+    assert table["0"].passes < table["1"].passes, "each counts passes over its own data, of which one has little"
+    for number, end in enumerate(ends):
+        assert end["heldout_loss"] == table[str(number % 2)].loss
+        assert end["sites_loss"] == mean_loss(table)
+        assert end["local_loss"] != end["heldout_loss"]
+    for folder in (folder for both in folders.values() for folder in both):
+        assert [each["step"] for each in read_metrics(folder / "metrics.jsonl", "Evaluated")] == [4, 8, 12]
+    assert main(["evaluate", str(folders["tcp"][1])]) == 0
 
 
 def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:

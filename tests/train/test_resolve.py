@@ -95,6 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # codecs, averages, merge rules
     ({"sync.codec": "int9"}, "no codec 'int9'; did you mean 'int8'"),
     ({"sync.arguments.average.codec": 3}, "There is no codec 3; use one of"),
+    ({"sync.arguments.average.weight": "rows"}, "average.weight must be tokens, equal, or a number, got 'rows'"),
     ({"sync.codec": "sign"}, "leaves out the magnitudes, which are lost .* Add --error-feedback 1, for"),
     ({"sync.arguments.average.codec": "topk2"}, "leaves out much .* means have no error feedback. Use another"),
     ({"sync.codec": "topk2"}, "leaves out 98 % .* Add --error-feedback 0.95"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from diloco import events
 from diloco.errors import ConfigurationError
-from diloco.events import Event
+from diloco.events import Event, Site
 from diloco.monitor import read_metrics
 from diloco.watch import FollowedFolder
 from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, view, void
@@ -168,6 +168,17 @@ def test_evaluations_of_any_process_and_pauses(tmp_path: Path) -> None:
     (run,) = shown(tmp_path)
     assert (run["header"]["heldout_loss"], run["header"]["best_heldout_loss"]) == (2.5, 2.0)
     assert curve(run, "time_s", "replica 0") == [[1, 10], [2, 15]], "a pause is not time of the run"
+
+
+def test_the_newest_figures_of_own_data_that_any_process_has_of_each_replica(tmp_path: Path) -> None:
+    first = {"0": Site(8, 2.0, 300, 0.5), "1": Site(4, 9.0, 50, 3.5)}
+    second = {"0": Site(4, 8.0, 150, 0.25), "1": Site(8, 4.0, 100, 7.5)}
+    write(tmp_path, [started(num_replicas=3), evaluated(8, 2.0, sites=first)])
+    write(tmp_path / "replica-1", [evaluated(8, 4.0, sites=second)])
+    (run,) = shown(tmp_path)
+    figures = [[row.get(name) for name in ("heldout_loss", "tokens", "passes")] for row in run["peers"]]
+    assert figures == [[2.0, 300, 0.5], [4.0, 100, 7.5], [None] * 3]
+    assert run["header"]["sites_loss"] == 2.5
 
 
 def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:

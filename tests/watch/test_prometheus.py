@@ -13,6 +13,7 @@ import pytest
 
 from diloco import events
 from diloco.errors import ConfigurationError
+from diloco.events import Site
 from diloco.monitor import Sinks
 from diloco.waiting import waiting_for
 from diloco.watch import PrometheusSink
@@ -58,7 +59,7 @@ def tell(sink: PrometheusSink | Sinks) -> None:
         sent(0, 0, 1, digest="d"),
         committed(0, 0, 1, late_s=(0.0, 0.25), wait_s=1.5, peers={"1": (300, 200, 0.05)}),
         void(0, 0, 2),
-        evaluated(1, 2.5),
+        evaluated(1, 2.5, sites={"0": Site(1, 2.0, 300, 0.5), "1": Site(1, 4.0, 100, 7.5)}, sites_loss=2.5),
         events.CheckpointSaved(step=1, path="p", size_bytes=9, save_s=1.0, free_bytes=5),
         step(2, loss=float("nan"), tokens=200),
     ):
@@ -72,6 +73,10 @@ def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
     expected = {
         "tokens_total": 200,
         "heldout_loss_nats": 2.5,
+        "own_data_loss_nats": 2.5,
+        'replica_heldout_loss_nats{replica="1"}': 4.0,
+        'replica_tokens{replica="0"}': 300,
+        'replica_passes{replica="1"}': 7.5,
         "tokens_per_second": 200,
         "compute_utilization_ratio": 0.75,
         'payload_bytes_total{direction="sent"}': 2000,

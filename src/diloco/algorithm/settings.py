@@ -121,7 +121,7 @@ AVERAGES = Registry(
     "sync.average",
     "rounds:AverageRule",
     {"mean": "settings:plain_mean", "senders": "rounds:SendersMean"},
-    also=("max_norm", "codec"),
+    also=("max_norm", "codec", "weight"),
 )
 REGISTRIES = {"codec": CODECS, "outer": OUTER_OPTIMIZERS, "merge": MERGE_RULES, "average": AVERAGES}
 """Role -> the components that ``sync`` may name in it."""
@@ -165,8 +165,8 @@ class SyncSettings:
     get all of theirs. int8, fp4, sign: block_size (256). nesterov, sgd: schedule of the outer learning rate
     (constant, linear or cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. outer: isotropic
     (false), whether the mean of each hidden matrix gets equal singular values (for AdamW inside). average:
-    max_norm, to which the norm of a contribution is clipped, and codec of the means (auto, float32, bfloat16, int8,
-    fp4)."""
+    max_norm, to which the norm of a contribution is clipped, codec of the means (auto, float32, bfloat16, int8,
+    fp4), and weight of this replica (tokens, equal, or a number)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""
@@ -192,6 +192,17 @@ class SyncSettings:
         return name
 
     @property
+    def weight(self) -> str | float:
+        """What a replica weighs: "tokens": as many as it has trained; "equal"; or a number, times its tokens."""
+        weight: str | float = self.arguments_of("average").get("weight", "tokens")
+        return weight
+
+    @property
+    def base_weight(self) -> float:
+        """The weight of a replica that has trained every step."""
+        return 1.0 if isinstance(self.weight, str) else float(self.weight)
+
+    @property
     def whole_contributions(self) -> bool:
         """Whether averages need whole contributions, so that every payload is sent to every replica."""
         return self.average != "mean" or self.max_norm is not None
@@ -212,3 +223,10 @@ class SyncSettings:
                 )
         if self.max_norm is not None:
             check_number("sync.arguments.average.max_norm", self.max_norm, gt=0)
+        if isinstance(self.weight, str):
+            if self.weight not in ("tokens", "equal"):
+                raise ConfigurationError(
+                    f"sync.arguments.average.weight must be tokens, equal, or a number, got {self.weight!r}."
+                )
+        else:
+            check_number("sync.arguments.average.weight", self.weight, ge=1e-6, le=1e6)

@@ -286,6 +286,10 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
             "perplexity": lambda value: f"perplexity {format_perplexity(value)}",
             "bits_per_byte": "{:.4f} bits per byte".format,
         },
+        "by replica": {
+            "sites_loss": "{:.4f} by tokens over all replicas' own data".format,
+            "local_loss": "{:.4f} here with local parameters".format,
+        },
         "trained": {
             "steps": "{} steps".format,
             "tokens": lambda value: f"{format_count(value)} tokens",

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 from diloco import events
 from diloco.membership import names_of
-from diloco.units import format_bytes, format_duration, format_perplexity
+from diloco.units import columns, format_bytes, format_count, format_duration, format_perplexity
 
 _WINDOW = 100  # steps over which the speed is measured
 _RECENT = 20  # steps over which the loss is averaged
+_MAX_SITES = 16  # of the table of held-out losses
 
 
 class RunProgress:
@@ -104,7 +105,7 @@ class RunProgress:
                     self.best_heldout_loss = event.heldout_loss
                 figures = f"perplexity {format_perplexity(event.perplexity)}  {event.bits_per_byte:.4f} bits per byte"
                 mark = "  (final)" if event.final else "  (best)" if is_best else ""
-                return f"held-out loss {event.heldout_loss:.4f}  {figures}{mark}"
+                return f"held-out loss {event.heldout_loss:.4f}  {figures}{mark}{_beside(event, self.names)}"
         return ""
 
     @property
@@ -162,6 +163,28 @@ class RunProgress:
 def counted(replicas: int) -> str:
     """Return a number of replicas with its noun."""
     return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _beside(event: events.Evaluated, names: Mapping[str, str]) -> str:
+    """Return what stands below a held-out loss where each replica has its own data: lines, or ""."""
+    lines = []
+    if event.local_loss is not None:
+        lines.append(f"with the local parameters of this replica: {event.local_loss:.4f}")
+    if len(event.sites) > 1:
+        rows = []
+        for number, site in [*event.sites.items()][:_MAX_SITES]:
+            rows.append(_site_row(names.get(number, f"replica {number}"), site))
+        if more := len(event.sites) - len(rows):
+            rows.append([f"{more} more", "", "", "", ""])
+        mean = "-" if event.sites_loss is None else f"{event.sites_loss:.4f}"
+        rows.append(["mean by tokens", mean, "", "", ""])
+        lines.append(columns(["own data of", "loss", "tokens", "passes", "at step"], rows))
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _site_row(name: str, site: events.Site) -> list[str]:
+    loss = "-" if site.loss is None else f"{site.loss:.4f}"
+    return [name, loss, format_count(site.tokens), f"{site.passes:.1f}", str(site.step)]
 
 
 def _change(event: events.ViewChanged) -> str:

@@ -116,7 +116,11 @@ class _Tracker:
                 values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in events.TELEMETRY}
                 values["transport/wait(s)"] = event.wait_s
             case events.Evaluated():
-                values = {"loss/heldout(nats)": event.heldout_loss}
+                values = {
+                    "loss/heldout(nats)": event.heldout_loss,
+                    "loss/heldout_local(nats)": event.local_loss,
+                    "loss/heldout_sites(nats)": event.sites_loss,
+                }
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -37,6 +37,7 @@ from .wire import Over as Over
 from .wire import Propose as Propose
 from .wire import Refused as Refused
 from .wire import RoundVote as RoundVote
+from .wire import SiteMessage as SiteMessage
 from .wire import Store as Store
 from .wire import Table as Table
 from .wire import Welcome as Welcome

@@ -35,6 +35,7 @@ from diloco.protocol.wire import (
     Propose,
     Refused,
     RoundVote,
+    SiteMessage,
     Store,
     ViewMessage,
     Welcome,
@@ -47,7 +48,7 @@ P = ParamSpec("P")
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
-_FROM_MEMBERS = (Announcement, Introduce, Excluded)
+_FROM_MEMBERS = (Announcement, SiteMessage, Introduce, Excluded)
 _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
 _MAX_HELD = 1000  # messages held per sender: many times what a rank sends in a view before all have adopted it
 _MAX_MEMBER_BYTES, _MAX_STRANGER_BYTES = 1 << 22, 1 << 19  # of one sender's held messages
@@ -147,7 +148,7 @@ class Machine:
         self._asked = frozenset()
         self.views.enter(following, connections)
 
-    def announce(self, message: Announcement | FactsMessage | Join) -> None:
+    def announce(self, message: Announcement | SiteMessage | FactsMessage | Join) -> None:
         """Send a message in this rank's name to whom it concerns."""
         match message:
             case Join():
@@ -161,6 +162,9 @@ class Machine:
                 self._stop()
             case Announcement():
                 self._announce(message)
+            case SiteMessage():
+                self.said.sites[self.rules.rank] = message.site
+                self._send_to_others(message)
 
     def close(self, failure: TransportError) -> None:
         """Take no part any more; rounds in flight end with ``failure``."""
@@ -184,6 +188,9 @@ class Machine:
 
     def _announce(self, message: Announcement) -> None:
         self.said.numbers[message.topic][self.rules.rank] = message.value
+        self._send_to_others(message)
+
+    def _send_to_others(self, message: Announcement | SiteMessage) -> None:
         if self._began:
             self._outbox.send((rank for rank in self.views.others() if rank in self.roster.connections), message)
 
@@ -229,6 +236,8 @@ class Machine:
         match message:
             case Announcement():
                 self._receive_announcement(sender, message)
+            case SiteMessage():
+                self.said.sites[sender] = message.site
             case Introduce():
                 self._outbox.effects.introduced.append(message.entry)
             case Join(entry, connected):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
+from diloco.events import Site
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Entry, FactsMessage, MessageError, Topic, digest_of
@@ -177,6 +178,7 @@ class Announcements:
         self.stopping = False  # whether this rank stops, by itself or with the others
         self.entries: dict[int, Entry] = {}  # by rank
         self.numbers: dict[Topic, dict[int, float]] = {topic: {} for topic in get_args(Topic)}  # by topic and rank
+        self.sites: dict[int, Site] = {}  # by rank, also of those that are no members any more
         self._rules = rules
         self._were_members = {rules.rank}
         self._replicas: set[int] = set()  # the members of the current view

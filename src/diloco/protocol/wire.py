@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
+from diloco.events import Site
 from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 from diloco.waiting import described
@@ -276,6 +277,12 @@ class Announcement(WireMessage):
     value: Annotated[float, Meta(ge=0, le=GREATEST)]
 
 
+class SiteMessage(WireMessage, tag="site"):
+    """How the sender fares with data of its own."""
+
+    site: Site
+
+
 class Introduce(WireMessage):
     """The receiver should open a connection to a rank that can't open one to it."""
 
@@ -384,6 +391,6 @@ ViewMessage = Header | RoundVote | Change | Propose | Accept | Adopted | Leaving
 """Messages about a view."""
 
 Message = (
-    Beat | GivenUp | FactsMessage | Join | Welcome | Refused | Store | Announcement | Introduce | Excluded
+    Beat | GivenUp | FactsMessage | Join | Welcome | Refused | Store | Announcement | SiteMessage | Introduce | Excluded
 ) | ViewMessage
 """All messages of a control connection."""

@@ -110,6 +110,7 @@ def identity(
     """
     train, network, packing = settings.train, settings.network, settings.data.packing
     documents = f"conversations, {packing or 'masked'}" if settings.data.chat else f"text, {packing or 'joined'}"
+    weighting = {"tokens": "by the steps trained", "equal": "all alike"}.get(str(settings.sync.weight), "as given")
     replicas = f"{network.replicas} of {network.replica_size} ranks"
     if network.elastic:
         replicas = f"any number, {network.replicas} to begin with"
@@ -125,7 +126,7 @@ def identity(
         "algorithm": settings.algorithm,
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
         **outer,
-        "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
+        "token weighting": f"{weighting}, in batches of {train.batch_size} x {train.sequence_length}",
         "dynamic steps": "yes" if network.straggler == "dynamic" else "no",
         "replicas": replicas,
         "seed": str(settings.seed),

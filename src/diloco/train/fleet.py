@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
+from diloco.events import Site
 from diloco.membership import Candidate, Count, NextView, Ranks, View, refusal
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.transport import (
@@ -31,6 +32,7 @@ from diloco.transport import (
 )
 from diloco.waiting import waiting_for
 
+_POLL_S = 0.05
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
 
@@ -220,6 +222,29 @@ class Fleet:
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
         return self._directory.details() if self._directory else {}
+
+    def exchange_site(self, site: Site, wait_s: float) -> dict[str, Site]:
+        """Tell the other replicas how this one fares with its own data. Call it on all ranks of the replica.
+
+        Return what each member has told last, by its number as text, after at most ``wait_s`` seconds in which some
+        have not told of the same step.
+        """
+
+        def exchange() -> dict[str, Site]:
+            transport, until_s = self.transport, time.monotonic() + wait_s
+            transport.announce_site(site)
+
+            def told() -> dict[int, Site]:
+                return {m: s for m, s in transport.sites().items() if m in transport.view.members} | {me: site}
+
+            me = transport.replica
+            while time.monotonic() < until_s and transport.failure is None:
+                if all(member in told() and told()[member].step >= site.step for member in transport.view.members):
+                    break
+                time.sleep(_POLL_S)
+            return {str(member): each for member, each in sorted(told().items())}
+
+        return {name: Site(*each) for name, each in self.group.done_by_leader(exchange).items()}
 
     # The beginning and the end.
 

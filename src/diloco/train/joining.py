@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from diloco.errors import (
     TransportError,
 )
 from diloco.events import Event, Lost, Note, ViewChanged
+from diloco.membership import names_of
 from diloco.signals import StopAsked, StopRequest
 from diloco.state_tree import readable_state
 from diloco.train.fleet import Fleet
@@ -102,6 +103,8 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
                 names=fleet.transport.names(),
             )
         )
+        if left and session.settings.data.local:
+            emit(Note(step=step, text=_share_lost(fleet, left)))
     failure = fleet.failure()
     lost, replaced = failure is not None, fleet.directory.transport.views.replaced
     if not (lost or fleet.gathering) or stop.signal is not None:
@@ -135,6 +138,14 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         return
     how = "has rejoined the others" if len(fleet.transport.view.members) > 1 else "continues alone"
     emit(Note(step=session.totals.steps, text=f"This replica {how}."))
+
+
+def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
+    """Return a sentence on the data that nobody else has, of replicas that have left."""
+    tokens = {replica: site.tokens for replica, site in fleet.transport.sites().items()}
+    gone = sum(tokens.get(replica, 0) for replica in left)
+    share = f", {gone / sum(tokens.values()):.0%} of the tokens trained so far" if gone else ""
+    return f"Nobody else has the data of {names_of(sorted(left))}{share}: the run goes on without it."
 
 
 def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float) -> None:

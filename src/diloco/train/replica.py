@@ -112,11 +112,15 @@ class GradientAverager:
     """Replaces the gradients of one replica by their mean over all replicas, through the transport that DiLoCo uses.
 
     The model's buffers become those of all replicas too, so that these still have the same model after the step.
-    ``group`` are the ranks of the replica, each of which averages the values that it holds.
+    ``group`` are the ranks of the replica, each of which averages the values that it holds; ``base_weight`` is the
+    weight of a step of which all targets count.
     """
 
-    def __init__(self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup) -> None:
+    def __init__(
+        self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup, base_weight: float = 1.0
+    ) -> None:
         self.model = model
+        self.base_weight = base_weight
         self.parameters = list(trainable_parameters(model).values())
         self.transport = transport
         self.codec = codec
@@ -143,7 +147,8 @@ class GradientAverager:
                 codec=self.codec,
                 numel=numel,
                 payload=self.codec.encode(values),
-                weight=contribution_weight(1.0, weight, 1),
+                weight=contribution_weight(self.base_weight, weight, 1),
+                base_weight=self.base_weight,
                 withdrawn="" if finite else "gradients that are not finite",
                 buffers=buffers,
                 integers=integers,

@@ -29,9 +29,11 @@ from diloco.events import (
     RunStarted,
     SampleGenerated,
     Sink,
+    Site,
+    mean_loss,
     to_json,
 )
-from diloco.model import GENERATION_NAME, check_vocabulary, generation_settings, with_vocabulary
+from diloco.model import GENERATION_NAME, LanguageModel, check_vocabulary, generation_settings, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.signals import StopRequest
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
@@ -41,10 +43,18 @@ from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.trained import check_origin, evaluate, generate, read_weights, text_of
+from diloco.trained import Evaluation, check_origin, evaluate, generate, read_weights, text_of
 from diloco.units import format_count
 
 SAMPLE_TOKENS = 200
+
+MAX_PASSES = 4
+"""Up to so many passes, repeated text teaches about as much as new text (Muennighoff et al., 2305.16264)."""
+
+REPEATS = (
+    f"This replica has read all of its own data {MAX_PASSES} times and reads it again. Further passes teach less and "
+    "less; if its held-out loss rises, give it more data or fewer steps."
+)
 
 Meet = Callable[[Mapping[str, str], Path], Fleet]
 """Connects this rank to the others and returns its fleet, from the identity of the run and the rank's run folder."""
@@ -132,6 +142,7 @@ class _Run:
         self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
         self.mirror: Mirror | None = None
+        self.epoch = self.session.epoch
 
     @property
     def step(self) -> int:
@@ -186,7 +197,7 @@ class _Run:
             if interrupted:
                 self.emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None
-            if not interrupted and session.corpus.evaluates and fleet.leads():
+            if not interrupted and self._evaluates:
                 evaluation = self._evaluate(final=True)
             if finished and fleet.leads():
                 self._sample()
@@ -200,7 +211,7 @@ class _Run:
     def _take_steps(self, stop: StopRequest) -> bool:
         """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
         train, fleet = self.settings.train, self.session.fleet
-        evaluate_every = self.settings.evaluation.every_steps if self.session.corpus.evaluates else 0
+        evaluate_every = self.settings.evaluation.every_steps
         save_every = self.settings.checkpoint.every_steps
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
@@ -219,10 +230,14 @@ class _Run:
                 if agreed is not None:
                     last = min(last, agreed)
                     continue
-            self.emit(self.session.step())
+            finished = self.session.step()
+            self.emit(finished)
+            if self.settings.data.local and self.epoch <= MAX_PASSES < finished.epoch:
+                self.emit(Note(step=self.step, text=REPEATS))
+            self.epoch = finished.epoch
             self._count_time()
             self._report_saved(wait=False)
-            if due(evaluate_every) and fleet.leads():
+            if due(evaluate_every) and self._evaluates:
                 self._evaluate(final=False)
             if due(save_every):
                 self._save()
@@ -264,19 +279,22 @@ class _Run:
             )
         )
 
-    def _evaluate(self, *, final: bool) -> Evaluated:
-        settings, corpus, totals = self.settings, self.session.corpus, self.session.totals
-        with self.session.global_model() as model:
-            evaluation = evaluate(
-                model,
-                corpus.tokenizer,
-                corpus.heldout,
-                sequence_length=settings.train.sequence_length,
-                batch_size=settings.train.batch_size * 8,
-                sequences=settings.evaluation.sequences,
-                document_masks=settings.data.document_masks,
-                precision=settings.train.precision,
-            )
+    @property
+    def _evaluates(self) -> bool:
+        """Whether this process evaluates: the first of all, or with own data each. Call it on all ranks."""
+        return self.settings.data.local or (self.session.corpus.evaluates and self.session.fleet.leads())
+
+    def _evaluate(self, *, final: bool) -> Evaluated | None:
+        """Evaluate the global parameters if anything is held out; with own data, also compare with the others."""
+        own, first, totals = self.settings.data.local, self.session.replicas[0], self.session.totals
+        evaluation = local = None
+        if self.session.corpus.evaluates:
+            with self.session.global_model() as model:
+                evaluation = self._loss_of(model)
+            local = self._loss_of(first.model) if own and first.diloco else None  # else there is one model
+        sites = self._compare_sites(evaluation, final=final) if own else {}
+        if evaluation is None:
+            return None
         if math.isfinite(evaluation.loss):
             best = totals.best_heldout_loss
             totals.best_heldout_loss = min(evaluation.loss, math.inf if best is None else best)
@@ -287,9 +305,33 @@ class _Run:
             bits_per_byte=evaluation.bits_per_byte,
             heldout_tokens=evaluation.tokens,
             final=final,
+            local_loss=local.loss if local else None,
+            sites=sites,
+            sites_loss=mean_loss(sites),
         )
         self.emit(event)
         return event
+
+    def _loss_of(self, model: LanguageModel) -> Evaluation:
+        settings, corpus = self.settings, self.session.corpus
+        return evaluate(
+            model,
+            corpus.tokenizer,
+            corpus.heldout,
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size * 8,
+            sequences=settings.evaluation.sequences,
+            document_masks=settings.data.document_masks,
+            precision=settings.train.precision,
+        )
+
+    def _compare_sites(self, evaluation: Evaluation | None, *, final: bool) -> dict[str, Site]:
+        """Tell the other replicas the loss on this one's data, and return theirs; at the end, wait for them a while."""
+        sampler, train = self.session.replicas[0].sampler, self.settings.train
+        loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
+        tokens = sampler.state_dict()["drawn"] * train.batch_size * train.sequence_length
+        site = Site(self.step, loss, tokens, sampler.epochs)
+        return self.session.fleet.exchange_site(site, self.settings.network.silence if final else 0.0)
 
     def _sample(self) -> None:
         """Generate a sample for each prompt from a generator that training does not use."""
@@ -347,6 +389,9 @@ class _Run:
         tokens = totals.sequences * settings.train.sequence_length  # in the steps that were taken here
         return {
             "heldout_loss": evaluation.heldout_loss if evaluation else None,
+            "local_loss": evaluation.local_loss if evaluation else None,
+            "sites_loss": evaluation.sites_loss if evaluation else None,
+            "sites": evaluation.sites if evaluation else {},
             "perplexity": evaluation.perplexity if evaluation else None,
             "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
             "tokens": session.tokens,

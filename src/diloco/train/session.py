@@ -161,9 +161,14 @@ class Session:
             skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
             trained=trained,
             pace=pace.fraction if pace else 1.0,
-            epoch=int(self.replicas[0].sampler.epochs) + 1,  # counts from 1
+            epoch=self.epoch,
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data, from 1."""
+        return int(self.replicas[0].sampler.epochs) + 1
 
     @property
     def num_replicas(self) -> int:
@@ -236,6 +241,7 @@ class Session:
                 transport=replica.gradients.transport,
                 **outer_arguments(self.settings, replica.model),
                 global_device="cpu" if on_host else None,
+                weight=self.settings.sync.base_weight,
                 on_event=self._emit,
                 compare_arguments=False,  # the replicas compared their settings when they met
                 global_state_of=self.replicas[0].diloco,
@@ -331,7 +337,7 @@ class Session:
         for replica, done in zip(self.replicas, self._inner, strict=True):
             if replica.diloco:
                 with replica.random_state.active():
-                    replica.diloco.begin(replica.inner.counted if trained and not done.skipped else 0.0)
+                    replica.diloco.begin(self._weight_of_step(replica, trained=trained and not done.skipped))
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
@@ -347,7 +353,7 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # otherwise the time would include pending compute
         started_s = time.perf_counter()
-        replica.gradients.begin(step, replica.inner.counted)
+        replica.gradients.begin(step, self._weight_of_step(replica))
         return time.perf_counter() - started_s
 
     def _make_replica(self, transport: Transport, initial: Mapping[str, Tensor] | None) -> Replica:
@@ -366,8 +372,14 @@ class Session:
             drawing |= {"seed": settings.seed + transport.replica, "replica": 0, "num_replicas": 1}
         batches = self.corpus.batches(**drawing)
         codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(inner.model, transport, codec, self.fleet.group)
+        gradients = GradientAverager(inner.model, transport, codec, self.fleet.group, settings.sync.base_weight)
         return Replica(transport.replica, inner, batches, RandomState(settings.seed, transport.replica), gradients)
+
+    def _weight_of_step(self, replica: Replica, *, trained: bool = True) -> float:
+        """Return what a step adds to the weight of a replica, which may not have trained it: 1 for a whole step."""
+        if self.settings.sync.weight == "equal":
+            return 1.0
+        return replica.inner.counted if trained else 0.0
 
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group

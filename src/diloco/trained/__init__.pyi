@@ -9,6 +9,7 @@ from .saved import load_trained as load_trained
 from .saved import read_weights as read_weights
 from .saved import rest_of_state as rest_of_state
 from .saved import saved_once as saved_once
+from .text import Evaluation as Evaluation
 from .text import Sampling as Sampling
 from .text import evaluate as evaluate
 from .text import generate as generate

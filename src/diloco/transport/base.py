@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from diloco.algorithm import Contribution
 from diloco.errors import DiLoCoError, TransportError
+from diloco.events import Site
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport.virtual_network import VirtualNetwork
@@ -172,6 +173,13 @@ class Transport(abc.ABC):
 
     def names(self) -> Mapping[str, str]:
         """Return the names of the replicas that have one, by number; no two are the same."""
+        return {}
+
+    def announce_site(self, site: Site) -> None:
+        """Tell the other replicas how this one fares with data of its own, and note it."""
+
+    def sites(self) -> Mapping[int, Site]:
+        """Return what each replica has announced last, by number; replicas that have left may be among them."""
         return {}
 
     def ask_to_stop(self) -> None:

@@ -42,6 +42,7 @@ from diloco.errors import (
     RoundVoidError,
     TransportError,
 )
+from diloco.events import Site
 from diloco.membership import View
 from diloco.protocol import Average, Header, Rules, decode, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
@@ -342,6 +343,14 @@ class ProcessGroupTransport(Transport):
         for rank in range(size, len(every)):
             if reason := diff(every[rank % size], every[rank], "replica 0", f"replica {rank // size}"):
                 raise ConfigurationError(f"{reason}. All replicas need the same.")
+
+    def announce_site(self, site: Site) -> None:
+        self.roll.tell(site)
+
+    def sites(self) -> Mapping[int, Site]:
+        told = self.roll.told()
+        firsts = enumerate(self._roll_ranks[:: self.ranks_per_replica] if told else [])
+        return {replica: Site(*told[rank]) for replica, rank in firsts if told[rank] is not None}
 
     def close(self, failed: str = "") -> None:
         """End the threads; the other ranks end too, unless all have finished."""

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from diloco import errors
 from diloco.algorithm import Contribution
 from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
+from diloco.events import Site
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
@@ -328,6 +329,13 @@ class LeaderTransport(Transport):
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         return self.transport.traffic_by_peer() if self.transport is not None else {}
+
+    def announce_site(self, site: Site) -> None:
+        if self.transport is not None:
+            self.transport.announce_site(site)
+
+    def sites(self) -> Mapping[int, Site]:
+        return self.transport.sites() if self.transport is not None else {}
 
     def close(self) -> None:
         if self.transport is not None:

@@ -75,7 +75,7 @@ class RollCall:
         self._beat_s = silence_s / _BEATS
         self._keys = [f"record/{each}" for each in range(size)]
         self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": False, "stop": False}
-        self._mine |= {"begun": None, "asks": 0, "asked": -1, "question": None}
+        self._mine |= {"begun": None, "asks": 0, "asked": -1, "question": None, "news": None}
         self._begun = 0  # inner steps begun
         self._records: Sequence[Mapping[str, Any]] = ()
         self._heard_s: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when it was first read
@@ -153,6 +153,16 @@ class RollCall:
         if names := missing():
             raise RendezvousError(f"{names} did not send the {name} within {timeout_s:g} s.")
         return [text.decode() for text in self._store.multi_get([*keys.values()])]
+
+    def tell(self, news: Any) -> None:
+        """Tell all ranks something, as JSON, in place of what was told before."""
+        with self._lock:
+            self._mine["news"] = news
+        self._wake.set()
+
+    def told(self) -> list[Any]:
+        """Return what each rank has told last, or None; nothing before all records are known."""
+        return [record["news"] for record in self._records]
 
     def ask(self, rank: int, question: Any) -> None:
         """Have another rank call its `on_ask`."""

@@ -244,6 +244,7 @@ class ProcessHistory:
     steps: Series = field(default_factory=lambda: Series(_BANDS, _MEANS))  # curves over its steps
     evaluations: Series = field(default_factory=lambda: Series(("heldout_loss",), (), 256))
     outer: Series = field(default_factory=lambda: Series((), events.TELEMETRY, 256))  # the mean over fragments
+    sites: Mapping[str, events.Site] = field(default_factory=dict)  # as in its last evaluation
     evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
     samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
     notes: deque[events.Note] = field(default_factory=lambda: deque(maxlen=30))
@@ -286,6 +287,7 @@ class ProcessHistory:
                 self.fetched = event
             case events.Evaluated():
                 self.evaluated_at = event.step
+                self.sites = event.sites
                 self.evaluations.add(place, [event.heldout_loss])
             case events.RoundCommitted() if event.fragment < MAX_FRAGMENTS:
                 if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
@@ -383,6 +385,16 @@ class RunHistory:
         """The processes with an evaluation or a sample, those with the newest one first. Not every process has one."""
         some = [each for each in self.processes.values() if each.evaluated_at >= 0]
         return sorted(some, key=lambda each: each.evaluated_at, reverse=True)
+
+    @property
+    def sites(self) -> dict[str, events.Site]:
+        """What each replica with data of its own has told last, by number."""
+        newest: dict[str, events.Site] = {}
+        for process in self.processes.values():
+            for number, site in process.sites.items():
+                if number not in newest or site.step > newest[number].step:
+                    newest[number] = site
+        return newest
 
     def take(self, name: str, record: Record) -> None:
         """Process a record of the process called ``name``."""

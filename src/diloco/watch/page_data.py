@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from diloco.events import mean_loss
 from diloco.membership import names_of
 from diloco.transport import PeerReport
 from diloco.units import format_bytes, format_duration, visible
@@ -216,6 +217,7 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "compute_utilization": last.compute_utilization if last else None,
         **{name: recent.get(name) for name in ("tokens_per_s", "mfu", "loss")},
         "heldout_loss": evaluations[-1] if evaluations else _number(summary.get("heldout_loss")),
+        "sites_loss": mean_loss(run.sites),
         "best_heldout_loss": min((low for low in lows if low is not None), default=None),
         "sent_bytes": _number(summary.get("sent_bytes_per_replica", last.sent_bytes if last else None)),
         "data_parallel_bytes": _number(summary.get("data_parallel_bytes_per_replica", per_step and per_step * step)),
@@ -264,6 +266,7 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
     num_merged = sum(cell.state == "merged" for cell in newest_first)
     members = run.expected if run.views or not run.seen else ()  # the peers of a swarm have other numbers at first
     names = {**(run.first.started.names if run.first.started else {}), **(run.views[-1][0].names if run.views else {})}
+    sites = run.sites
     seen = {each.process: each for each in run.seen}
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
     numbers |= {name: each.report.number for name, each in seen.items()}
@@ -285,6 +288,8 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
             **{name: getattr(status, name, None) for name in ("link_bits_per_s", "pace", "codec")},
             **{name: getattr(status or last, name, None) for name in ("step", "sent_bytes", "received_bytes")},
         }
+        if site := sites.get(str(replica)):
+            row |= {"heldout_loss": site.loss, "tokens": site.tokens, "passes": site.passes}
         if process_name == f"replica {replica}":
             row |= of_rounds.get(replica, {})
             row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]} if num_merged else {}

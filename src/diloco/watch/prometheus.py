@@ -166,12 +166,20 @@ class PrometheusSink:
         for name, words, value in (
             ("tokens_per_second", "Tokens of all replicas per second of training.", recent.get("tokens_per_s")),
             ("heldout_loss_nats", "Last held-out loss, per token.", heldout[-1][3] if heldout else None),
+            ("own_data_loss_nats", "Held-out loss over all own data, by tokens.", events.mean_loss(run.sites)),
             ("view_replicas", "Replicas in the current view.", len(run.expected)),
             ("checkpoint_step", "Step of the last checkpoint.", getattr(saved, "step", None)),
             ("checkpoint_size_bytes", "Size of the last checkpoint.", getattr(saved, "size_bytes", None)),
             ("checkpoint_timestamp_seconds", "When it was written, since 1970.", self._saved_s),
         ):
             yield gauge(name, words, {(): value})
+        for name, words, attribute in (
+            ("heldout_loss_nats", "Held-out loss on a replica's own data, per token.", "loss"),
+            ("tokens", "Tokens of its own data on which a replica has trained.", "tokens"),
+            ("passes", "Passes of a replica over its own data.", "passes"),
+        ):
+            by_replica = {(number,): getattr(site, attribute) for number, site in run.sites.items()}
+            yield gauge(f"replica_{name}", words, by_replica, ("replica",))
         rounds = {"rounds_committed": grid.merged, "rounds_void": grid.void}
         for name, words, labels, fields in _TOTALS:
             of_run, of_process = dict[Any, float | None](), dict[Any, float | None]()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from diloco.algorithm import Contribution, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
+from diloco.events import Site
 from diloco.membership import NextView, View, names_of
 from diloco.protocol import (
     Announcement,
@@ -25,6 +26,7 @@ from diloco.protocol import (
     FactsMessage,
     Join,
     Rules,
+    SiteMessage,
     Store,
     Submitted,
     Welcome,
@@ -219,6 +221,13 @@ class PeerTransport(Transport):
         """Return the inner steps per second that other members have reported, by replica."""
         speeds = dict(self._machine.said.numbers["speed"])  # at once, as the control thread changes it
         return {self.rules.replica_of(rank): speed for rank, speed in speeds.items() if rank != self.rules.rank}
+
+    def announce_site(self, site: Site) -> None:
+        self._post(self._machine.announce, SiteMessage(site))
+
+    def sites(self) -> Mapping[int, Site]:
+        sites = dict(self._machine.said.sites)  # at once, as the control thread changes it
+        return {self.rules.replica_of(rank): site for rank, site in sites.items()}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""

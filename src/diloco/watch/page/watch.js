@@ -222,7 +222,8 @@ function renderNow(run) {
     ["Time left", head.state === "finished" ? "none" : shown(head.left_s, duration), known(head.elapsed_s) ? `${duration(head.elapsed_s)} so far` : ""],
     ["Tokens", shown(head.tokens, count), known(head.tokens_per_s) ? `${count(head.tokens_per_s)} per second` : ""],
     ["Loss", shown(head.loss, loss), "training"],
-    ["Held-out loss", shown(head.heldout_loss, loss), known(head.best_heldout_loss) ? `best ${loss(head.best_heldout_loss)}` : ""],
+    ["Held-out loss", shown(head.heldout_loss, loss), known(head.sites_loss)
+      ? `all own data ${loss(head.sites_loss)}` : known(head.best_heldout_loss) ? `best ${loss(head.best_heldout_loss)}` : ""],
     ["Compute utilisation", shown(head.compute_utilization, percent), known(head.mfu) ? `MFU ${percent(head.mfu)}` : ""],
     ["Sent by one replica", shown(head.sent_bytes, bytes), known(saved)
       ? `data-parallel: ${bytes(head.data_parallel_bytes)}, ${saved >= 1 ? `${short(saved)}x as much` : `${short(1 / saved)}x less`}` : ""],
@@ -264,6 +265,9 @@ const COLUMNS = [
   ["wait_s", "waited", duration],
   ["counted", "in the mean", String],
   ["missed", "missed in a row", whole],
+  ["heldout_loss", "held-out loss", loss],
+  ["tokens", "tokens", count],
+  ["passes", "passes", short],
   ["digest", "digest", String],
   ["codec", "codec", String],
   ["peer", "peer", String],
