@@ -40,7 +40,7 @@ def test_the_held_out_losses_of_replicas_with_own_data_are_a_table_with_their_me
     assert [line.split("  ")[0].strip() for line in lines[1:]] == [
         *("own data of", "replica 0", "anna", "replica 2", "mean by tokens")
     ]
-    assert [line.split()[2:] for line in lines[2:5:2]] == [["2.0000", "300K", "0.5", "8"], ["-", "1K", "12.0", "8"]]
+    assert [line.split()[2:] for line in lines[2:5:2]] == [["2.0000", "300K", "0.5", "8"], ["-", "1.0K", "12.0", "8"]]
     assert len({len(line) for line in lines[1:]}) == 1, "columns"
     assert lines[-1].split() == ["mean", "by", "tokens", "2.5000"]
 

@@ -226,23 +226,20 @@ class Fleet:
     def exchange_site(self, site: Site, wait_s: float) -> dict[str, Site]:
         """Tell the other replicas how this one fares with its own data. Call it on all ranks of the replica.
 
-        Return what each member has told last, by its number as text, after at most ``wait_s`` seconds in which some
-        have not told of the same step.
+        Return what each member has told last, by its number as text, and who left after this step; after at most
+        ``wait_s`` seconds in which some have not told of this step.
         """
 
         def exchange() -> dict[str, Site]:
             transport, until_s = self.transport, time.monotonic() + wait_s
             transport.announce_site(site)
-
-            def told() -> dict[int, Site]:
-                return {m: s for m, s in transport.sites().items() if m in transport.view.members} | {me: site}
-
-            me = transport.replica
-            while time.monotonic() < until_s and transport.failure is None:
-                if all(member in told() and told()[member].step >= site.step for member in transport.view.members):
-                    break
+            while True:
+                told = {**transport.sites(), transport.replica: site}
+                done = {replica for replica, each in told.items() if each.step >= site.step}
+                members = {*transport.view.members}
+                if members <= done or transport.failure is not None or time.monotonic() > until_s:
+                    return {str(replica): told[replica] for replica in sorted(told) if replica in members | done}
                 time.sleep(_POLL_S)
-            return {str(member): each for member, each in sorted(told().items())}
 
         return {name: Site(*each) for name, each in self.group.done_by_leader(exchange).items()}
 
