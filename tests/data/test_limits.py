@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from diloco.data import DataSettings, Source
 from diloco.errors import DataError
@@ -26,7 +25,6 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.compress,
 }
 
 

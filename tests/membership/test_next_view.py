@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.membership import Policy, Report, View, largest_set, next_view, refusal, staying_members
+from diloco.membership import Policy, Report, View, largest_set, next_view, refusal, staying_members, yields
 
 PAIRS = st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11)))
 
@@ -224,6 +224,14 @@ def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_ask
         if enough and silent:
             going_on.append(members)
     assert len(going_on) <= 1 or 2 * least <= len(split.view.members)
+
+
+def test_of_two_sides_that_have_gone_on_exactly_one_yields() -> None:
+    for sides in product((0, 1, None), repeat=6):  # of each replica, or none
+        one, other = ({each for each, side in enumerate(sides) if side == number} for number in (0, 1))
+        if one and other:
+            assert yields(one, other) != yields(other, one)
+            assert yields(one, other) or len(one) >= len(other)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

@@ -246,6 +246,24 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
         assert "smaller side" in str(machine.views.failure)
 
 
+@pytest.mark.parametrize("survive", [False, True])
+def test_a_refused_connection_is_a_silence_where_all_stop(survive: bool) -> None:
+    """A router that has lost its way refuses for a process that runs. Of two sites, one that is killed must not stop
+    the other where it is to continue."""
+    machine = first_of_three(survive=survive)
+    machine.handle(1.0, machine.disconnect, 1)
+    machine.handle(1.1, machine.views.lose, 1, "its port refuses", gone=True)
+    report = machine.views.change.mine
+    assert (report.apart, report.gone) == (({1}, set()) if not survive else (set(), {1}))
+    machine.handle(1.2, machine.disconnect, 2)
+    machine.handle(1.3, machine.views.lose, 2, "its port refuses", gone=True)
+    if survive:
+        assert (machine.views.view.members, machine.views.presumed_ended) == ((0,), {1, 2})
+    else:
+        assert "its port refuses; all replicas stop when one is lost" in str(machine.views.failure)
+        assert machine.views.view == View.of(3)
+
+
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
     machine = first_of_three()
     for rank, stops in ((1, False), (2, True)):

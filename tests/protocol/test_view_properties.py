@@ -2,8 +2,9 @@
 
 import cProfile
 import pstats
+import random
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scale.messages import counted
-from diloco.membership import Candidate, View, founded_view
+from diloco.membership import Candidate, View, founded_view, yields
 from diloco.protocol import Beat, Header, Machine, RoundVote
 from tests.protocol.histories import KINDS, outcome
 from tests.protocol.network import LIMITS, NUMBERS, Limits, Network, explore, wander
@@ -118,6 +119,30 @@ def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
         both = each.outcomes.keys() & ranks[0].outcomes.keys()
         assert {step: each.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
         assert each.outcomes.keys() == set(range(1, each.step + 1)), "every round gets an outcome"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_sides_that_refuse_each_other_go_on_each_as_one_and_one_of_them_yields(seed: int) -> None:
+    """Each takes the other's processes for ended, one after the other, while messages are on their way."""
+    chance = random.Random(seed)
+    network = simulated(replicas := chance.randrange(2, 7))
+    numbers = [chance.randrange(1 << 16) for _ in range(100)]
+    wander(network, numbers[: chance.randrange(50)], trouble=False)
+    one = {*chance.sample(range(replicas), chance.randrange(1, replicas))}
+    broken = [(a, b) for a, b in permutations(range(replicas), 2) if (a in one) != (b in one)]
+    for a, b in broken:
+        network.hang_up(a, b)
+    for a, b in chance.sample(broken, len(broken)):
+        network[a].lose(b, gone=True)
+        wander(network, numbers[50 : 50 + chance.randrange(3)], trouble=False)
+    finish(network)
+    sides = {frozenset(one), frozenset(range(replicas)) - one}
+    assert {frozenset(network[number].view.members) for number in range(replicas)} == sides
+    for number in range(replicas):
+        assert not network[number].left
+        views = network[number].machine.views
+        assert views.presumed_ended == {*range(replicas)}.difference(views.view.members)
+    assert sorted(yields(mine, *sides - {mine}) for mine in sides) == [False, True]
 
 
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:

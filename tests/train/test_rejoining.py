@@ -5,8 +5,10 @@ import errno
 import gc
 import itertools
 import queue
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,14 +21,16 @@ import pytest
 
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
-from diloco.events import Event, Lost, RoundCommitted, ViewChanged
+from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
 from diloco.membership import GREATEST, Candidate, View
-from diloco.protocol import Excluded, Rules
+from diloco.protocol import Entry, Excluded, Rules
 from diloco.train import Fleet, follow_views
 from diloco.transport import (
+    Address,
     Admission,
     ConnectionManager,
     Looking,
+    Members,
     NodePlace,
     PeerTransport,
     Place,
@@ -44,6 +48,7 @@ from tests.transport.wires import QUICK, at_once, rendezvous
 Meet = Callable[..., list[Fleet]]
 Make = Callable[..., Fleet]
 RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
+SOON = replace(RULES, silence_s=2.0)
 
 
 @pytest.fixture
@@ -51,10 +56,10 @@ def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together."""
     fleets: list[Fleet] = []
 
-    def made(count: int, *, at_replica_0: bool = False) -> list[Fleet]:
+    def made(count: int, *, at_replica_0: bool = False, rules: Rules = RULES) -> list[Fleet]:
         with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
-            found = at_once([lambda place=place: Fleet.meet(place, RULES) for place in places])
+            found = at_once([lambda place=place: Fleet.meet(place, rules) for place in places])
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -269,6 +274,58 @@ def test_one_that_can_not_listen_for_the_others_may_try_again(
     assert fleet.joining
 
 
+def lose(connections: ConnectionManager, rank: int, *, gone: bool) -> None:
+    """End the connection to a rank, as if its process had ended, or as if nothing could be heard from it."""
+    connections.hang_up(rank)
+    connections.handle(connections.machine.disconnect, rank)
+    connections.handle(connections.machine.views.lose, rank, "it was cut off", gone=gone)
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_the_larger_side_yields_once_it_is_the_smaller_one_though_it_took_nobody_for_ended(meet: Meet) -> None:
+    """It learns by the question of the other side, asks there itself, and yields once that answers."""
+    fleets = meet(3, rules=replace(SOON, silence_s=1.0))
+    ways = [fleet.transport.connections for fleet in fleets]
+    for rank, other in ((1, 0), (2, 0), (0, 1), (0, 2)):
+        ways[rank].post(partial(lose, ways[rank], other, gone=rank == 0))
+    wait_until(lambda: [fleet.transport.view.members for fleet in fleets] == [(0,), (1, 2), (1, 2)])
+    fleets[2].close()
+    wait_until(lambda: fleets[1].failure())
+    words = "Replica 0 runs, though nothing listened .*: replica 0 went on without replica 1. .* This side yields"
+    assert re.search(words, str(fleets[1].failure()))
+    fleets[1].rejoin(LIMIT_S)
+    fleets[1].join(LIMIT_S)
+    assert fleets[0].transport.view.members == (0, 1)
+    (finding,) = fleets[0].take_findings()
+    assert re.search("Replica 1 runs, .*: replica 1 went on without replica 0.* to yield", finding)
+
+
+def test_another_process_at_the_address_of_one_that_has_ended_makes_nobody_yield(meet: Meet) -> None:
+    """It may be of another run with the same settings, which got the port of the one that ended."""
+    first, second = meet(2, rules=replace(SOON, silence_s=1.0))
+    connections, members = first.transport.connections, Members((Entry(1, "there:1"),), (1, 2, 3))
+    second.directory.transport.close()
+    wait_until(lambda: first.transport.view.members == (0,))
+    dialled, dial = list[Address](), TcpStreams.open
+
+    async def note(streams: TcpStreams, address: Address) -> Any:
+        dialled.append(address)
+        return await dial(streams, address)
+
+    with answering(members) as elsewhere, mock.patch.object(TcpStreams, "open", note):
+        connections.entries[1] = replace(connections.entries[1], address=str(elsewhere))
+        wait_until(lambda: len(dialled) > 1)  # what the first one led to is done
+    assert dialled[0] == elsewhere
+    assert first.failure() is None
+    assert not first.take_findings()
+
+
 def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
     """One member could say so in the name of all, so that this replica gives up or continues alone."""
     third = meet(3)[2].transport
@@ -283,11 +340,10 @@ def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
 class Peer:
     """One replica and its thread, which trains until all replicas are asked to end."""
 
-    def __init__(self, fleet: Fleet, data: Path) -> None:
+    def __init__(self, fleet: Fleet, data: Path, arguments: str) -> None:
         self.fleet, self.events = fleet, list[Event]()
         self.asked, self._news = threading.Event(), queue.SimpleQueue[Event]()
-        arguments = "--replicas 3 --steps 100000 --data-parallel-steps 100000"
-        self.session = session_of(data, arguments, fleet, self._note)
+        self.session = session_of(data, f"--steps 100000 {arguments}", fleet, self._note)
         # NumPy crashes if one thread swaps its generator while another reads it
         self.session.replicas[0].random_state = mock.MagicMock()
         self.session.open_to_joiners()
@@ -315,11 +371,70 @@ class Peer:
             event = self._news.get(timeout=LIMIT_S)
 
 
+def end_together(peers: list[Peer]) -> None:
+    """Ask all to stop, and check that they do, with the same global parameters."""
+    for each in peers:
+        each.asked.set()
+        each.fleet.stop_soon()  # as at a signal: who asked between two steps only might wait for others and leave alone
+    for each in peers:
+        each.thread.join(LIMIT_S)
+        assert not each.thread.is_alive(), f"it did not end: {each.events[-9:]}"
+    assert len({each.session.global_digest() for each in peers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("replicas", "yielding"), [(2, (1,)), (3, (2,)), (3, (0,)), (4, (1, 2))], ids=lambda value: str(value)
+)
+def test_of_two_sides_that_go_on_as_a_router_refuses_connections_one_yields(
+    meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, yielding: tuple[int, ...]
+) -> None:
+    """Each side takes the processes of the other one for ended. Before, both went on to the end, without a word."""
+    arguments = f"--replicas {replicas} --data-parallel-steps 0"
+    peers = [Peer(fleet, data, arguments) for fleet in meet(replicas, rules=SOON)]
+    for each in peers:
+        each.thread.start()
+    for each in peers:
+        each.wait_for(RoundCommitted, contributors=tuple(range(replicas)))
+    staying = tuple(m for m in range(replicas) if m not in yielding)
+    sides = {m: yielding if m in yielding else staying for m in range(replicas)}
+    numbers = {each.fleet.transport.address.port: m for m, each in enumerate(peers)}
+    owners = {each.fleet.transport.connections.streams: m for m, each in enumerate(peers)}
+    dial = TcpStreams.open
+
+    async def refused(streams: TcpStreams, address: Address) -> Any:
+        if numbers[address.port] not in sides[owners[streams]]:
+            raise ConnectionRefusedError("the router has lost its way")
+        return await dial(streams, address)
+
+    def cut(connections: ConnectionManager, others: tuple[int, ...]) -> None:
+        for rank in connections.connected & {*others}:
+            connections.peers[rank].writer.transport.abort()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TcpStreams, "open", refused)
+        for m, each in enumerate(peers):
+            connections = each.fleet.transport.connections
+            connections.post(cut, connections, staying if m in yielding else yielding)
+        for m, each in enumerate(peers):
+            each.wait_for(RoundCommitted, contributors=sides[m])
+    for m in yielding:
+        peers[m].wait_for(Lost)
+    for fragment, each in itertools.product((0, 1), peers):  # the state of each has arrived everywhere
+        each.wait_for(RoundCommitted, fragment=fragment, contributors=tuple(range(replicas)))
+    end_together(peers)
+    told = [event.reason for m in yielding for event in peers[m].events if isinstance(event, Lost)]
+    assert any("This side yields, and adopts their state" in each for each in told), told
+    for m in staying:
+        assert not [event for event in peers[m].events if isinstance(event, Lost)]
+    told = [event.text for m in staying for event in peers[m].events if isinstance(event, Note)]
+    assert any("They are to yield, and adopt the state of this side" in each for each in told), told
+
+
 def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
     meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The founder trains only after others have joined, because they could otherwise found another view."""
-    peers = [Peer(fleet, data) for fleet in meet(3)]
+    peers = [Peer(fleet, data, "--replicas 3 --data-parallel-steps 100000") for fleet in meet(3)]
     for each in peers:
         each.thread.start()
     with monkeypatch.context() as cut:
@@ -337,13 +452,7 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
             each.wait_for(Lost)
     for fragment in (0, 1):  # the state of each has arrived everywhere
         peers[0].wait_for(RoundCommitted, fragment=fragment, contributors=(0, 1, 2))
-    for each in peers:
-        each.asked.set()
-        each.fleet.stop_soon()  # as at a signal: who asked between two steps only might wait for others and leave alone
-    for each in peers:
-        each.thread.join(LIMIT_S)
-        assert not each.thread.is_alive(), f"it did not end: {each.events[-9:]}"
-    assert len({each.session.global_digest() for each in peers}) == 1
+    end_together(peers)
     events = [event for each in peers for event in each.events]
     looked = max(event.step for event in events if isinstance(event, Lost))
     assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1

@@ -7,6 +7,7 @@ from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view
 from .next_view import refusal as refusal
 from .next_view import staying_members as staying_members
+from .next_view import yields as yields
 from .values import GREATEST as GREATEST
 from .values import MAX_MEMBERS as MAX_MEMBERS
 from .values import MOST_RANK as MOST_RANK

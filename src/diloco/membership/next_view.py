@@ -64,6 +64,17 @@ def refusal(
     return ""
 
 
+def yields(mine: Collection[int], theirs: Collection[int]) -> bool:
+    """Return whether, of two sides that have both gone on, that of the members ``mine`` yields to the other one.
+
+    It is the one with fewer members, or of equal ones that whose lowest number is higher.
+
+    >>> yields({1}, {0}), yields({0}, {1}), yields({0}, {1, 2}), yields({1, 2}, {0, 3})
+    (True, False, True, True)
+    """
+    return (len(mine), -min(mine)) < (len(theirs), -min(theirs))
+
+
 def byzantine_quorum(members: int) -> int:
     """Return how many of ``members`` must report the same of another one before it counts: f + 1, with n > 2 f.
 

@@ -46,6 +46,7 @@ class Views:
         self._know: set[int] = set()  # the replicas that are known to know of it
         # replicas that were left out and may be running -> until when nobody else joins, as they may continue
         self._estranged: dict[int, float] = {}
+        self.presumed_ended: set[int] = set()  # replicas that were left out because they seemed to have ended
 
     @property
     def failure(self) -> TransportError | None:
@@ -144,10 +145,13 @@ class Views:
             self._outbox.effects.timers[None] = None
 
     def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
-        """The reason is known for which the connection to a rank has ended; ``gone``: its process has ended.
+        """The reason is known for which the connection to a rank has ended; ``gone``: nothing listens there any more.
 
-        Otherwise the process can't be asked, or nothing was received from it though it was connected.
+        Otherwise the process can't be asked, or nothing was received from it though it was connected. A router that has
+        lost its way answers for a process that runs, so where all stop it may be running. Where the others continue it
+        counts as ended, or of two sites one that is killed would stop the other; see `TcpDirectory`.
         """
+        gone = gone and self._rules.continue_without_lost
         self._roster.in_doubt.discard(rank)
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
@@ -361,6 +365,8 @@ class Views:
         elif change is not None and outcome is not None:
             lost = sorted(change.mine.lost.intersection(self.view.members))
             words = f"{change.why}: {outcome}. Committed rounds stay committed."
+            if lost and not self._rules.continue_without_lost:
+                words = _all_stop(change.why)
             self._rounds.reason = change.why
             self.close(ReplicaLostError(words, replicas=lost), change.committed)
             self._hang_up_on(self.others())
@@ -375,14 +381,14 @@ class Views:
         lost = [member for member in following.previous.members if member not in following.view.members]
         self.adopted_last, failure = following, None
         if lost and not self._rules.continue_without_lost:
-            words = f"{change.why}; all replicas stop when one is lost. Committed rounds stay committed."
-            failure = ReplicaLostError(words, replicas=lost)
+            failure = ReplicaLostError(_all_stop(change.why), replicas=lost)
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following.commits, reason, failure, carried=following.carries_over)
         self._disconnect(lost, following)
         self.view = following.view
         self._estranged |= dict.fromkeys(following.silent, self._outbox.now_s + _GUARD * self._rules.silence_s)
+        self.presumed_ended.update({*lost}.difference(following.left, following.silent))
         self._outbox.effects.adopted.append((following, reason))
         if following.joined:
             rounds.from_step = following.from_step
@@ -391,6 +397,7 @@ class Views:
 
     def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
+        self.presumed_ended.difference_update(self.view.members)
         self._said = {}
         # another process may take the number of one that has gone
         self._ejected = self._ejected.intersection(self.view.members)
@@ -447,3 +454,7 @@ class Views:
         if self.is_member and self.failure is None:
             assert self._rounds.view == self.view, "rounds of another view"
             assert change is not None or not self._rounds.frozen, "rounds are frozen for ever"
+
+
+def _all_stop(why: str) -> str:
+    return f"{why}; all replicas stop when one is lost. Committed rounds stay committed."

@@ -234,6 +234,7 @@ class Ask(WireMessage):
 
     entry: Entry
     unreachable: Rank | None = None  # a member that is to open the connection to the sender, which can't
+    members: Ranks = ()  # the replicas of the view in which the sender goes on; empty: it looks for one
 
 
 class Members(WireMessage, dict=True):

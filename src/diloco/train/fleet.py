@@ -212,6 +212,13 @@ class Fleet:
             taken, self._news = self._news, []
             return taken
 
+    def take_findings(self) -> list[str]:
+        """Return sentences for the user about what the directory has found since the last call."""
+        if self._directory is None:
+            return []
+        findings = self._directory.findings
+        return [findings.popleft() for _ in range(len(findings))]
+
     def take_assignments(self) -> tuple[Assignment, ...]:
         """Return the new data assignments since the last call, which follow when replicas join or leave."""
         with self._changed:

@@ -85,6 +85,8 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     A replica that was asked to stop does not search for the others, nor does one that ends with the loss.
     """
     step, fleet = session.totals.steps, session.fleet
+    for finding in fleet.take_findings():
+        emit(Note(step=step, text=finding))
     if not fleet.rejoins:
         return
     for news, reason in fleet.take_news():

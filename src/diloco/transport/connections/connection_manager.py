@@ -80,7 +80,7 @@ class ConnectionManager(ControlThread):
         # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
         # back its answer until then, and no longer sends it
         self._hellos: dict[int, tuple[str, asyncio.Event]] = {}
-        self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
+        self.identities: dict[int, str] = {}  # rank -> its identity when it last became a member, for each other one
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
@@ -118,7 +118,7 @@ class ConnectionManager(ControlThread):
         before, self._members = self._members, frozenset(ranks)
         there = self.peers.items()
         new = {rank: self.streams.identity(each.writer) for rank, each in there if rank in self._members - before}
-        self.identities = {rank: each for rank, each in (self.identities | new).items() if rank in self._members}
+        self.identities |= new
         for rank in self._members:
             self._unknown_peers.leave(rank)
         for rank, peer in self.peers.items():
@@ -310,7 +310,7 @@ class ConnectionManager(ControlThread):
             self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
 
     async def _why_lost(self, peer: Peer, ended: str) -> tuple[str, bool]:
-        """Return why a process whose connection has ended is lost, and whether it has ended: its port refuses."""
+        """Return why a process is lost whose connection has ended, and whether it seems to have ended."""
         what = f"the connection to {peer.address} ended ({ended})"
         if not peer.trusted:  # nobody is dialled on a stranger's word
             return what, False
@@ -322,7 +322,7 @@ class ConnectionManager(ControlThread):
             try:
                 _, writer = await within(min(_INQUIRY_S, self.rules.silence_s), self.open(peer.address))
             except ConnectionRefusedError:
-                return f"its process at {peer.address} has ended", True
+                return f"{what}, and nothing listens there any more", True
             except ConnectionResetError:
                 pass  # it was terminating at that moment
             except (OSError, EOFError, TransportError) as error:

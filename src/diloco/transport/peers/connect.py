@@ -71,6 +71,7 @@ def connect(
         if lost is not None:
             before = lost.directory.transport
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
+            transport.views.presumed_ended |= before.views.presumed_ended
         directory = place.directory(transport, held_step, lost)
         connections = transport.connections
         with waiting_for(directory.subject):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +79,7 @@ class Directory:
         self.searches = False  # whether it looks for the members at present
         self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
         self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
+        self.findings: deque[str] = deque()  # sentences for the user about what it has found since it is a member
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
         self.known = self.connections.entries  # the entries of all known ranks, that of this one included
@@ -461,6 +462,10 @@ class Directory:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
             await say(Done(), reader, writer)
+
+    def identity_of(self, rank: int) -> str:
+        """Return the identity that the last member of a rank has proved; "" if there was none."""
+        return self.connections.identities.get(rank) or self.identities.get(rank, "")
 
     def is_from(self, replica: int, identity: str) -> bool:
         """Return whether a process with this identity may speak for a replica: the member, if there was one.

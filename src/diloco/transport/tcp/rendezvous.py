@@ -7,16 +7,17 @@ at its own port, so a replica that rejoins can ask any of them if the first addr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership import View, Words
+from diloco.membership import View, Words, names_of, yields
 from diloco.protocol import Ask, Entry, Looking, Members, Refused, Table, WireMessage, table_of
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import pauses
-from diloco.transport.connections.streams import say, within
+from diloco.transport.connections.streams import question, say, within
 from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
@@ -66,6 +67,7 @@ class TcpDirectory(Directory):
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
         self._refused = ""
+        self._lives: set[int] = set()  # the replicas that the user knows to run though they seemed to have ended
 
     async def addresses(self) -> Collection[Address]:
         others = (entry for rank, entry in self.known.items() if rank != self.connections.rank)
@@ -73,8 +75,59 @@ class TcpDirectory(Directory):
         mine = self.connections.address
         return [each for each in places if each != mine or (self.begins and each == self._meeting)]
 
+    def open_up(self) -> None:
+        if self.transport.rules.continue_without_lost:
+            self.connections.post(lambda: self.connections.begin(self._look_for_lost()))
+
+    async def _look_for_lost(self) -> None:
+        """Ask those without whom this side goes on, as they seemed to have ended, whether they have, again and again.
+
+        A router that has lost its way refuses connections to a process that runs. Then both sides may have gone on.
+        """
+        rules, views = self.transport.rules, self.transport.views
+        while True:
+            await asyncio.sleep(rules.silence_s)
+            self._lives &= views.presumed_ended
+            for replica in sorted(views.presumed_ended):
+                rank = rules.ranks([replica])[rules.position]
+                with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
+                    answer = await within(rules.silence_s, self._ask_lost(rank))
+                    if isinstance(answer, Members):
+                        self._meet(replica, answer.members, is_reached=True)
+
+    async def _ask_lost(self, rank: int) -> object:
+        """Ask the process that was a member as ``rank`` who its members are. Errors are those of `ask`."""
+        address = self.connections.streams.locate(self.known[rank])
+        stream = await self.connections.open(address)
+        if self.connections.streams.identity(stream[1]) != self.identity_of(rank):
+            stream[1].transport.abort()
+            raise TransportError(f"another process listens at {address}")
+        return await question(stream, address, Ask(self.entry, members=self.members), self.answers)
+
+    def _meet(self, replica: int, theirs: Collection[int], *, is_reached: bool) -> None:
+        """Compare this side with the one on which a replica has gone on that seemed to have ended, and yield to it."""
+        mine, views = self.members, self.transport.views
+        if not mine or replica in mine or self.transport.replica in theirs:
+            return  # it has stopped by now, or they are about to be one side again
+        found = (
+            f"Replica {replica} runs, though nothing listened at its address any more: {names_of(theirs)} went on "
+            f"without {names_of(mine)}. Of two sides, the one with fewer members yields, or else the one whose lowest "
+            "number is higher."
+        )
+        if not yields(mine, theirs):
+            if replica not in self._lives:
+                self.findings.append(f"{found} They are to yield, and adopt the state of this side.")
+            self._lives.add(replica)
+        elif is_reached:
+            lost = "This side yields, and adopts their state; what it has averaged by itself is lost."
+            self.connections.handle(views.stop, f"{found} {lost}")
+        else:
+            views.presumed_ended.add(replica)  # so that it is asked
+
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        identity = self.connections.streams.identity(writer)
+        identity, rank = self.connections.streams.identity(writer), asked.entry.rank
+        if asked.members and identity == self.identity_of(rank):
+            self._meet(self.transport.rules.replica_of(rank), asked.members, is_reached=False)
         gathers = self._gathers and self.transport.views.view.id < 1  # after that, who asks has lost its view
         answer = self._gather(asked.entry, identity) if gathers else None
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
