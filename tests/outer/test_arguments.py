@@ -82,7 +82,7 @@ def test_an_inner_step_is_trained_from_none_to_all_of_it() -> None:
 
 @pytest.mark.parametrize("state", [{}, None, Vectors().state_dict()])
 def test_what_is_no_state_is_not_loaded(state: Any) -> None:
-    with pytest.raises(CheckpointError, match="This is no state of DiLoCo"):
+    with pytest.raises(CheckpointError, match="This is not a state of DiLoCo"):
         made().load_state_dict(state)
 
 

@@ -132,7 +132,7 @@ def test_the_next_address_is_asked_where_the_first_is_of_no_member(
     founder: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a peer that was just joining ended the command, which said that another one was to be asked."""
-    joins = RendezvousError("QmJoins refuses: it is no member of the swarm at present. Ask another peer.")
+    joins = RendezvousError("QmJoins refuses: it isn't a member of the swarm at present. Ask another peer.")
     members = Members(monkeypatch, QmJoins=joins, QmMember=None)
     assert members.eject("QmLiar", founder, ADMISSION, tmp_path / "new") == ("QmLiar",)
     assert members.asked == ["QmJoins", "QmMember", "QmMember"]
@@ -272,7 +272,7 @@ def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Or
 def test_an_order_names_identities_alone_and_no_more_than_others_read(order: Order, keys: Path) -> None:
     founder, admission = load_identity(keys / "0.key"), Admission("run", new_secret())
     for peer in ("\x1b[2J", "", "QmLiar\n", "Qm" * 99):
-        with pytest.raises(ConfigurationError, match="is no identity of a peer"):
+        with pytest.raises(ConfigurationError, match="isn't the identity of a peer"):
             Order.sign(founder, admission, peer, new_secret(), None)
         with pytest.raises(MessageError):
             decode(encode(replace(order, ejected=(peer,))), Order)

@@ -188,7 +188,7 @@ def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
         file.write(b'{"schema": 2, "event": "Note", "step": 9, "text": ""}\n{"schema": 1, "event": "Note", ')
     followed = FollowedFolder(tmp_path)
     (run,) = shown(followed)
-    assert "line(s) that are no valid event records" in run["problems"][0]
+    assert "line(s) that aren't valid event records" in run["problems"][0]
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'"step": 1, "text": "hello"}\n')
     assert [note["text"] for note in shown(followed)[0]["notes"]] == ["hello"]

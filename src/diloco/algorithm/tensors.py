@@ -29,7 +29,7 @@ _WRAPPERS = {
 
 
 def content_of(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a wrapper of torch, or None if ``module`` is no such wrapper.
+    """Return the module inside a wrapper of torch, or None if ``module`` isn't such a wrapper.
 
     A subclass that holds more than the wrapped module is not a wrapper, since its own names must stay.
 

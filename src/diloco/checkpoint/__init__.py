@@ -5,7 +5,7 @@
     checkpoints/
       step-00001000/
         manifest.json             the content, with the size and digest of every file
-        NAME.json                 the values of part NAME that are no tensors (see `diloco.state_tree`)
+        NAME.json                 the values of part NAME that aren't tensors (see `diloco.state_tree`)
         NAME.safetensors          its tensors
         NAME-rank-S.safetensors   the shards of rank S of those that the ranks of a replica share
 

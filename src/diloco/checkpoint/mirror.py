@@ -360,7 +360,7 @@ def fetch_run(
                     then = "The run goes on from what is in the run folder." if here else "It never had one."
                     tell(" ".join([*damaged.values(), f"{url} has {_none_common(whole)} {then}"]))
                     return here
-                advice = "To use one of them all the same, fetch it with another program, and resume from its folder."
+                advice = "To use one of them anyway, copy it with another program, and resume from that folder."
                 raise CheckpointError(" ".join([*damaged.values(), f"{url} has {_none_common(whole)} {advice}"]))
             own = f"replica-{replica}"
             wanted = chosen

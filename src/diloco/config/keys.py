@@ -252,7 +252,7 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
         if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
             raise msgspec.ValidationError("expected a value that is not empty")
         return freeze(msgspec.convert(value, described(key.annotation), strict=is_text or not typed, dec_hook=_decode))
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second for bytes that are no text
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second for bytes that aren't text
         works = str(error).partition(" - at ")[0]
         if get_origin(key.kind) is Literal:
             works = f"expected one of {', '.join(get_args(key.kind))}"

@@ -392,7 +392,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Return what a text says in JSON; the value itself if it is no such text."""
+    """Return what a text says in JSON; the value itself if it isn't JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -621,7 +621,7 @@ class ChatTokenizer(Tokenizer):
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, answer_next: bool = False) -> str:
         text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
-        return checked_text(text, self._place, "conversation")  # a role may hold what is no text
+        return checked_text(text, self._place, "conversation")  # a role may hold what isn't text
 
     def _applied(self, messages: Sequence[Message], tools: Tools, **how: Any) -> Any:
         template = self._template_for(tools)

@@ -26,7 +26,7 @@ def template_file(format: str) -> Path | None:
     """Return the chat template that a format of conversations names; None: that of the tokenizer.
 
     Raises:
-        ConfigurationError: it is no such format.
+        ConfigurationError: there is no such format.
     """
     if format == "chat":
         return None

@@ -108,7 +108,7 @@ class Source:
             raise NoDataError(f"{', '.join(self.settings.paths) or 'the standard library'} holds no text.")
 
     def text(self, place: str, content: Any) -> str:
-        """Return the text of a row; an empty one is no document."""
+        """Return the text of a row; an empty one isn't a document."""
         field = self.settings.text_field
         if isinstance(content, str):
             return content
@@ -384,7 +384,7 @@ def _read_document(file: Any, name: str) -> Iterator[Row]:
     content = _read_whole(file, name)
     if b"\0" in content[:512]:
         raise DataError(
-            f"{name} is no text, since it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to UTF-8, and "
+            f"{name} isn't text: it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to UTF-8, and "
             "give a table the suffix .parquet."
         )
     try:

@@ -93,7 +93,7 @@ class HuggingFaceModel(LanguageModel):
         self.wrapped.get_input_embeddings().padding_idx = None
         self.settings, self.base = settings, base
         self.z_loss = settings.huggingface.z_loss
-        self.tuner: tuple[LoraModel, ...] = ()  # peft's, if it has adapters; in a tuple, so that it is no submodule
+        self.tuner: tuple[LoraModel, ...] = ()  # peft's, if it has adapters; in a tuple, so that it isn't a submodule
         config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
         self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
         self.max_sequence_length = _longest_sequence(config)

@@ -350,7 +350,7 @@ class DiLoCo:
         """
         self._require_nothing_in_flight("loading a state")
         if not isinstance(state, Mapping) or "about" not in state:
-            raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
+            raise CheckpointError("This is not a state of DiLoCo. Load what DiLoCo.state_dict() returned.")
         with readable_state("The state"):
             if words := diff(state["about"], self._saved_facts, "the saved state", "this run", self._saved_facts):
                 raise CheckpointError(f"{words}; both need the same value. Nothing was loaded.")
@@ -464,8 +464,8 @@ class _Warnings:
         if (reason := re.sub(r"[\d.]+", "#", words)) not in self._reasons:
             self._reasons.add(reason)
             warnings.warn(
-                f"{words.rstrip('.')}. (After step {event.step}; told once for each reason. Pass an on_event to learn "
-                "of every round; rounds_void and rounds_committed count them.)",
+                f"{words.rstrip('.')}. (After step {event.step}; reported once for each reason. Pass an on_event to "
+                "learn of every round; rounds_void and rounds_committed count them.)",
                 stacklevel=6,
             )
 

@@ -198,7 +198,7 @@ class Fragment:
         that of `Contribution`. The model's buffers travel with the last fragment.
         """
         if self.flight is not None:  # the caller goes on after `Pending.wait` has failed
-            words = f"{self.flight.contribution.round} has no end, as waiting for its average has failed"
+            words = f"{self.flight.contribution.round} can't end: waiting for its average has failed"
             raise TransportError(f"{words}, so the fragment can't be sent again. Resume from a saved state.")
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
         codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None

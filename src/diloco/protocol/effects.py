@@ -78,7 +78,7 @@ class Effects:
     """What one call causes. The owner carries it out field by field; no effect depends on the success of another."""
 
     messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
-    hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; that is no loss
+    hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; this doesn't count as a loss
     # timer -> after how many seconds to deliver it, in place of an earlier setting; None: not at all
     timers: dict[Timer, float | None] = field(default_factory=dict)
     # rounds that are applied by every replica, each with the mean that it holds, or by none, with the error

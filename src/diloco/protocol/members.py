@@ -178,7 +178,7 @@ class Announcements:
         self.stopping = False  # whether this rank stops, by itself or with the others
         self.entries: dict[int, Entry] = {}  # by rank
         self.numbers: dict[Topic, dict[int, float]] = {topic: {} for topic in get_args(Topic)}  # by topic and rank
-        self.sites: dict[int, Site] = {}  # by rank, also of those that are no members any more
+        self.sites: dict[int, Site] = {}  # by rank, also of those that are not members any more
         self._rules = rules
         self._were_members = {rules.rank}
         self._replicas: set[int] = set()  # the members of the current view

@@ -29,7 +29,7 @@ class Rules(Policy):
 
     LOOKS: ClassVar[int] = 4  # late is what is awaited from one look to the last of this many after it
 
-    rank: int = 0  # of this process; -1 for one that is no replica, such as a launcher
+    rank: int = 0  # of this process; -1 for one that isn't a replica, such as a launcher
     ranks_per_replica: _Count = 1  # S
     heartbeat_s: _Time = 2.0  # the interval between two heartbeats
     # a rank counts as lost if nothing is received from it for this long, or no answer in a view change for half of it;

@@ -117,7 +117,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         while True:
             try:
                 if lost:  # otherwise it has just joined a view that waits for more replicas
-                    # nobody tells who is replaced that the run has ended: the others know only the new process
+                    # a process that is replaced isn't told that the run has ended: the others know only the new process
                     _rejoin(session, fleet, stop, session.settings.network.start_timeout_s if replaced else math.inf)
                 lost, replaced = True, False  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():

@@ -45,7 +45,7 @@ class Totals:
     shared_start_steps: int = 0  # that this one took
     joined_at: int = 0  # the step at which this one last joined the others; 0: never
     most_members: int = 0  # replicas that trained at once, as far as this one knows
-    missed_steps: int = 0  # taken by the others while this replica was no member
+    missed_steps: int = 0  # taken by the others while this replica wasn't a member
     missed_sequences: int = 0
     best_heldout_loss: float | None = None
 

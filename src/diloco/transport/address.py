@@ -72,7 +72,7 @@ def local_host_towards(remote: Address) -> str:
     try:
         found = socket.getaddrinfo(remote.host, remote.port or 9, type=socket.SOCK_DGRAM)
     except UnicodeError as error:  # a name such as "a..b", which no resolver takes
-        raise OSError(f"it is no valid name ({error})") from error
+        raise OSError(f"it isn't a valid name ({error})") from error
     family, kind, protocol, _, place = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)

@@ -173,7 +173,7 @@ def multiaddress(text: str, name: str) -> str:
     '/dns/example.org/tcp/31330'
 
     Raises:
-        ConfigurationError: the text is no address; ``name`` is the setting.
+        ConfigurationError: the text is not an address; ``name`` is the setting.
     """
     if text.startswith("/"):
         return text

@@ -110,7 +110,7 @@ class Tail:
         self._offset, self._mark = self._offset + end, (self._mark + piece[:end])[-_MARK:]
         self.behind_bytes = max(0, left - end) if end else 0
         self._num_invalid += records.count(None)
-        words = f"{self.path}: skipped {self._num_invalid} line(s) that are no valid event records."
+        words = f"{self.path}: skipped {self._num_invalid} line(s) that aren't valid event records."
         self.problems = [words] if self._num_invalid else []
         return [record for record in records if record]
 
@@ -202,7 +202,7 @@ class FollowedSwarm:
         seen = []
         for report, absent in zip(reports[:_MAX_PEERS], absences(reports), strict=False):
             is_new = report.peer_id not in self._names
-            if report.number < 0 or (is_new and len(self._names) >= _MAX_PEERS):  # it is no replica, or one too many
+            if report.number < 0 or (is_new and len(self._names) >= _MAX_PEERS):  # not a replica, or one too many
                 continue
             name = f"replica {report.number}"
             name = f"{name} ({report.peer_id})" if is_new and name in self._names.values() else name

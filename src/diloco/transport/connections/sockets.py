@@ -226,7 +226,7 @@ class TcpStreams:
         try:
             reader, writer = await within(_HANDSHAKE_S, asyncio.open_connection(address.host, address.port))
         except UnicodeError as error:  # a peer may announce a name that no resolver takes
-            raise OSError(f"{address} is no valid address: {error}") from error
+            raise OSError(f"{address} isn't a valid address: {error}") from error
         try:
             await within(_HANDSHAKE_S, self._introduce(reader, writer))
         except TurnedAwayError as error:

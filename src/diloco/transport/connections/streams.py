@@ -152,7 +152,7 @@ async def question(
             raise RendezvousError(f"{address} refuses: {str(error).removesuffix('.')}.") from error
         raise NotNowError(f"{address} can't answer yet: {error}", str(error)) from error
     except TransportError as error:
-        raise NotNowError(f"{address} answered with what is no answer: {error}") from error
+        raise NotNowError(f"{address} gave an answer that can't be read: {error}") from error
     except (EOFError, OSError) as error:
         raise NotNowError(f"{address} does not answer") from error
     finally:

@@ -296,7 +296,7 @@ class SwarmDirectory(Directory):
     def _objection(self, order: Order | None) -> str:
         founder, view = founder_of(self.swarm), self.transport.view
         if not self.members:
-            return "it is no member of the swarm at present. Ask another peer"
+            return "it isn't a member of the swarm at present. Ask another peer"
         if order is None:
             return ""
         if self._streams.me in order.ejected:

@@ -55,7 +55,7 @@ class Order(WireMessage):
             raise ConfigurationError(f"{peer} is the founder, whose key signs the order. It can't eject itself.")
         if not re.fullmatch(_PEER, peer):
             raise ConfigurationError(
-                f"--eject {visible(peer, 80)} is no identity of a peer, which `diloco status` shows."
+                f"--eject {visible(peer, 80)} isn't the identity of a peer; `diloco status` shows those."
             )
         if before and before.version >= _MOST:
             raise ConfigurationError(f"the run has changed its secret {_MOST} times, the most. Begin another run.")

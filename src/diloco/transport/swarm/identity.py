@@ -169,7 +169,7 @@ def make_validator(private_key: Any, runs: Mapping[bytes, Admission] | None = No
         def validate(self, record: Any) -> bool:
             if len(record.value) > MAX_RECORD_BYTES or not record.subkey or len(record.subkey) > MAX_RECORD_BYTES:
                 return False
-            if not abs(record.expiration_time - RECORD_S - engine.clock.now_s()) <= DAY_S:  # also if it is no number
+            if not abs(record.expiration_time - RECORD_S - engine.clock.now_s()) <= DAY_S:  # also if it isn't a number
                 return False
             admission = (runs or {}).get(record.key)
             if admission is None:
@@ -230,7 +230,7 @@ def _unpacked(packed: bytes) -> bytes:
     """Return the bytes in MessagePack; there is one way to pack them."""
     value: bytes = packed[1 + {0xC4: 1, 0xC5: 2}.get(packed[0] if packed else 0, 4) :]
     if not _is_bytes(packed) or msgspec.msgpack.encode(value) != packed:
-        raise ValueError("they are no bytes")
+        raise ValueError("they aren't bytes")
     return value
 
 

@@ -192,7 +192,7 @@ class Node:
                 found = _HOST.search(str(engine.Multiaddr(info.addr)))
                 await handlers[info.proto](str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
             except (OSError, EOFError, ValueError, TransportError, asyncio.CancelledError):
-                writer.close()  # the daemon or the peer is ending, or it says what is no message
+                writer.close()  # the daemon or the peer is ending, or what it says isn't a message
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._writers = {each for each in self._writers if not each.is_closing()} | {writer}

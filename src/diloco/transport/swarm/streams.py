@@ -243,7 +243,7 @@ class PeerStreams(TcpStreams):
         return tuple(str(Address(host, self.port)) for host in hosts_in(addresses)) if self.port else ()
 
     def places_of(self, entry: Entry | None) -> list[Address]:
-        """Return where streams over TCP to a peer can be opened, as it says. What is no address is left out."""
+        """Return where streams over TCP to a peer can be opened, as it says. What isn't an address is left out."""
         places = []
         for each in entry.places if entry else ():
             with contextlib.suppress(ConfigurationError):  # such as a multiaddress
