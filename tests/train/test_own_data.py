@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import join_command, parse_arguments, plan_run
 from diloco.events import Site, mean_loss
@@ -23,12 +24,12 @@ from tests.runs import SMALL, of_torchrun, settings_of, write_text
 
 
 class Sites:
-    """Two sites, each with a folder of its own text, which start a replica each by a command of their own."""
+    """Sites, each with a folder of its own text, which start a replica each by a command of their own."""
 
     def __init__(self, processes: Processes, folder: Path) -> None:
         self.processes, self.folder, self.commands = processes, folder, 0
         self.data = []
-        for site, documents in enumerate((40, 10)):
+        for site, documents in enumerate((40, 10, 20)):
             (place := folder / f"text-{site}").mkdir()
             self.data.append(write_text(place, documents=documents, seed=site))
 
@@ -107,6 +108,73 @@ def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fi
     ends = [*summaries(over_tcp(sites, "tcp", "--data.streaming"))]
     ends += summaries(over_a_swarm(sites, "swarm", "--data.streaming"))
     assert len({end["global_params_digest"] for end in ends}) == 1
+
+
+def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_stop(sites: Sites) -> None:
+    """Each command finds the data of its replica in the folder that they share, and other data is refused by name."""
+    whole = summaries(over_tcp(sites, "whole", ""))
+    out = over_tcp(sites, "cut", "--stop-after 6")[0]
+    resume = f"train --resume {out} --monitor.console quiet --join 127.0.0.1:{free_port()} --replica"
+    swapped = sites.command(f"{resume} 1 --data {sites.data[0]}")
+    first = sites.command(f"{resume} 0")
+    swapped.end(1)
+    said = r"has data = text.jsonl \(.* 1879 bytes, .*\) and this run has data = text.jsonl \(.* 7548 bytes"
+    assert re.search(said, swapped.output), swapped.output
+    first.end(1)
+    ended([sites.command(f"{resume} {site}") for site in range(2)])
+    assert [end["global_params_digest"] for end in summaries([out, out / "replica-1"])] == [
+        end["global_params_digest"] for end in whole
+    ]
+
+
+PACE = """
+import time
+from diloco.events import StepFinished
+
+class Pace:
+    def __init__(self, folder): pass
+    def close(self): pass
+    def handle(self, event):
+        if isinstance(event, StepFinished):
+            time.sleep(0.02)
+"""
+
+
+def test_a_site_is_killed_and_its_share_is_named_and_it_comes_back_to_its_own_data_beside_a_new_one(
+    sites: Sites,
+) -> None:
+    (sites.folder / "pace.py").write_text(PACE)
+    swarm = "--transport swarm --run kills --network.listen 127.0.0.1:0 --network.silence 5s --replicas 1"
+    swarm += f" --steps 100000 --evaluation.every-steps 4 --sinks {sites.folder / 'pace.py'}:Pace"
+    outs = [sites.folder / name for name in ("first", "second", "third")]
+
+    def told(site: int, event: str) -> list[dict[str, Any]]:
+        path = outs[site] / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
+
+    first = sites.start(0, outs[0], f"{swarm} --replica 0")
+    address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
+    second = sites.start(1, outs[1], f"{swarm} --replica 1 --join {address} --checkpoint.every-steps 8")
+    second.until(lambda: len(told(1, "CheckpointSaved")) > 1, "two checkpoints")
+    sites.processes.kill(second.rank)
+    drawn = open_checkpoint(outs[1]).load("replica-1")["sampler"]["drawn"]
+    lost = first.until(lambda: [n["text"] for n in told(0, "Note") if "Nobody else has" in n["text"]], "a note")[0]
+    share = re.fullmatch(
+        r"Nobody else has the data of replica 1, (\d+) % of the tokens.*: the run goes on without it\.", lost
+    )
+    assert share, lost
+    assert 0 < int(share[1]) < 100
+    third = sites.start(2, outs[2], f"{swarm} --replica 2 --join {address}")
+    pace = f"--sinks {sites.folder / 'pace.py'}:Pace"
+    resume = f"train --resume {outs[1]} --monitor.console quiet {pace} --join {address} --network.listen 127.0.0.1:0"
+    resumed = sites.command(resume)
+    again = len(told(1, "Evaluated"))
+    resumed.until(lambda: len(told(1, "Evaluated")) > again, "an evaluation")
+    assert told(1, "Evaluated")[again]["sites"]["1"][2] > drawn * 2 * 16, "tokens of all of its data so far"
+    together = first.until(lambda: [e for e in told(0, "Evaluated") if len(e["sites"]) == 3], "a table of all three")[0]
+    assert {*together["sites"]} == {"0", "1", "2"}
+    assert third.poll() is None
 
 
 def test_who_shares_data_is_refused_by_those_who_have_their_own(sites: Sites) -> None:

@@ -146,7 +146,7 @@ def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
     """Return a sentence on the data that nobody else has, of replicas that have left."""
     tokens = {replica: site.tokens for replica, site in fleet.transport.sites().items()}
     gone = sum(tokens.get(replica, 0) for replica in left)
-    share = f", {gone / sum(tokens.values()):.0%} of the tokens trained so far" if gone else ""
+    share = f", {100 * gone / sum(tokens.values()):.0f} % of the tokens trained so far" if gone else ""
     return f"Nobody else has the data of {names_of(sorted(left))}{share}: the run goes on without it."
 
 
