@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from hashlib import sha512
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -18,7 +22,7 @@ from diloco.config import join_command, parse_arguments, plan_run
 from diloco.events import Site, mean_loss
 from diloco.monitor import read_metrics
 from diloco.train import compared, identity, outline
-from tests.commands import Command
+from tests.commands import LIMIT_S, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, of_torchrun, settings_of, write_text
 
@@ -125,6 +129,57 @@ def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_
     assert [end["global_params_digest"] for end in summaries([out, out / "replica-1"])] == [
         end["global_params_digest"] for end in whole
     ]
+
+
+def watched(rank: int, words: str, seen: Path) -> int:
+    """Run a command, and write all that it sends, before it is encrypted, to a file for each process."""
+    with (seen / f"{rank}.bin").open("wb") as file, ExitStack() as patched:
+        for kind in (asyncio.sslproto._SSLProtocolTransport, asyncio.selector_events._SelectorSocketTransport):
+
+            def write(transport: Any, data: bytes, send: Callable[..., None] = kind.write) -> None:
+                file.write(data)
+                send(transport, data)
+
+            patched.enter_context(mock.patch.object(kind, "write", write))
+        return main(words.replace("RANK", str(rank)).split())
+
+
+def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_page_lists(tmp_path: Path) -> None:
+    """Neither a piece of text nor the name of a file or folder, nor how much data there is."""
+    texts: list[str] = []
+    for site in range(2):
+        (clinic := tmp_path / f"clinic-{site}").mkdir()
+        texts += (documents := [f"{site} {sha512(bytes([site, n])).hexdigest()}" for n in range(25 + site)])
+        (clinic / "ward-seven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (seen := tmp_path / "seen").mkdir()
+    words = f"train {SMALL} {tmp_path}/clinic-RANK --data.local --transport tcp --join 127.0.0.1:{free_port()}"
+    words += f" --replica RANK --out {tmp_path}/run --monitor.console quiet --evaluation.every-steps 4"
+    with Processes() as processes:
+        processes.start(2, watched, words, seen)
+        assert processes.results(LIMIT_S) == {0: 0, 1: 0}
+    sent = b"".join(file.read_bytes() for file in seen.iterdir())
+    assert b"data.local" in sent, "what the replicas compare is there to read"
+    assert sent.count(b"site") >= 6, "and what each tells of three evaluations"
+    for text in texts:
+        assert not [n for n in range(0, len(text) - 8, 4) if text[n : n + 8].encode() in sent]
+    for name in (
+        "clinic",
+        "ward",
+        "jsonl",
+        str(tmp_path),
+        *open_checkpoint(tmp_path / "run").fact("files", str).split(),
+    ):
+        assert name.encode() not in sent, name
+    for site in range(2):
+        (start,) = read_metrics(
+            (tmp_path / "run", tmp_path / "run" / "replica-1")[site] / "metrics.jsonl", "RunStarted"
+        )
+        for fact in (start["facts"]["data"], start["facts"]["held out"], start["details"]["data"]):
+            assert fact.encode() not in sent, fact
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    listed = re.search(r"\*\*What leaves the machine\*\*.*?\n- ", page, re.S)
+    assert listed
+    assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
 
 
 PACE = """
