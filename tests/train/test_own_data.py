@@ -182,6 +182,20 @@ def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_pa
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
 
 
+def test_a_tokenizer_that_is_trained_is_that_of_the_founder_for_all_also_for_who_joins_and_who_goes_on(
+    sites: Sites,
+) -> None:
+    """The third has too little text for so large a vocabulary."""
+    bpe = "--tokenizer bpe:270 --data-parallel-steps 2"
+    folders = [over_tcp(sites, "tcp", bpe), in_process_groups(sites, "torch", bpe), over_a_swarm(sites, "swarm", bpe)]
+    assert len({end["global_params_digest"] for both in folders for end in summaries(both)}) == 1
+    assert len({(folder / "tokenizer.json").read_text() for both in folders for folder in both}) == 1
+    out = over_tcp(sites, "cut", f"{bpe} --stop-after 6")[0]
+    resume = f"train --resume {out} --monitor.console quiet --join 127.0.0.1:{free_port()} --replica"
+    ended([sites.command(f"{resume} {site}") for site in range(2)])
+    assert summaries([out])[0]["global_params_digest"] == summaries(folders[0])[0]["global_params_digest"]
+
+
 PACE = """
 import time
 from diloco.events import StepFinished
@@ -200,7 +214,7 @@ def test_a_site_is_killed_and_its_share_is_named_and_it_comes_back_to_its_own_da
 ) -> None:
     (sites.folder / "pace.py").write_text(PACE)
     swarm = "--transport swarm --run kills --network.listen 127.0.0.1:0 --network.silence 5s --replicas 1"
-    swarm += f" --steps 100000 --evaluation.every-steps 4 --sinks {sites.folder / 'pace.py'}:Pace"
+    swarm += f" --tokenizer bpe:270 --steps 100000 --evaluation.every-steps 4 --sinks {sites.folder / 'pace.py'}:Pace"
     outs = [sites.folder / name for name in ("first", "second", "third")]
 
     def told(site: int, event: str) -> list[dict[str, Any]]:

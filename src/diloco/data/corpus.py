@@ -55,8 +55,8 @@ class Corpus:
         return self.stream(**drawing) if self.stream else Sampler(self.train, **drawing)
 
 
-def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
-    """Read, split and tokenise what ``settings`` name, all in memory.
+def build_corpus(settings: DataSettings, sequence_length: int = 1024, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Read, split and tokenise what ``settings`` name, all in memory; with ``tokenizer`` instead of training a BPE.
 
     Folders of tokens are memory-mapped. With ``data.streaming``, only the held-out documents are read here.
     Conversations become rows of ``sequence_length`` tokens.
@@ -70,7 +70,7 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
                 f"{folders[0].path} holds tokens, which are mapped into memory and can't be streamed. Leave out "
                 "data.streaming."
             )
-        return _streamed_corpus(settings)
+        return _streamed_corpus(settings, tokenizer)
     if folders:
         tokenizer = folders[0].tokenizer()
         _check_settings(settings, folders, tokenizer)
@@ -79,7 +79,7 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
     else:
         source = Source(settings)
         split = survey(source.documents(), settings.heldout_fraction).split
-        tokenizer = make_tokenizer(settings, split.training(source.documents()))
+        tokenizer = tokenizer or make_tokenizer(settings, split.training(source.documents()))
         parts = zip(*encode_splits(source, split, tokenizer), strict=True)
         train, heldout = (PackedTokens.joined(part) for part in parts)
         identity = source.identity()
@@ -110,10 +110,10 @@ def _conversations(rows: PackedRows) -> str:
     return f"{_count(rows.documents, 'conversation')}, {_count(rows.counted_tokens, 'token')} that count"
 
 
-def _streamed_corpus(settings: DataSettings) -> Corpus:
+def _streamed_corpus(settings: DataSettings, tokenizer: Tokenizer | None) -> Corpus:
     source, fraction = Source(settings), settings.heldout_fraction
     look = survey(source.documents(), fraction)
-    tokenizer = make_tokenizer(settings, islice(look.split.training(source.documents()), _BPE_DOCUMENTS))
+    tokenizer = tokenizer or make_tokenizer(settings, islice(look.split.training(source.documents()), _BPE_DOCUMENTS))
     heldout = _first_heldout(source, look, tokenizer)
     identity = source.identity()
     contents = [each.content for each in identity]

@@ -63,6 +63,7 @@ class StateRecovery:
 
     def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
         self.begun_after = 0  # the inner steps of the run before its outer loop began
+        self.beside: Mapping[int, Mapping[str, Any]] = {}  # further states to publish, which never change, by number
         self._fragments = fragments
         self._transport = transport
         self._greatest = greatest
@@ -70,11 +71,13 @@ class StateRecovery:
 
     def snapshot(self, index: int) -> dict[str, Any]:
         """Return a copy of a fragment's global state, and what a joiner needs beside it. Any thread may call it."""
+        if index in self.beside:
+            return dict(self.beside[index])
         return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after}
 
     def version(self, index: int) -> int:
         """Return a number that differs after every change of a fragment's global state."""
-        return self._fragments[index].state.version
+        return 0 if index in self.beside else self._fragments[index].state.version
 
     def change_transport(self, transport: Transport) -> None:
         """Continue over another transport and abandon the current fetches."""

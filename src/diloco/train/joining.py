@@ -56,7 +56,7 @@ def _join_run(session: Session, fleet: Fleet) -> None:
 def _find_own_place(session: Session, replica: Replica) -> None:
     """Go on in the data of this replica, which nobody else has, where its own checkpoint stopped, if there is one."""
     resume = session.settings.checkpoint.resume
-    if resume is None or not (held := _newest(Path(resume), replica.number, check=True)):
+    if resume is None or not (held := newest_checkpoints(Path(resume), replica.number, check=True)):
         return
     checkpoint = max(held, key=lambda each: each.step)
     _check_same_run(session, checkpoint)
@@ -234,7 +234,7 @@ def find_beginning(session: Session) -> str | None:
             whole = f"All ranks continue from step {step}, the last one that is whole on rank {behind}"
             fleet.notes = (*fleet.notes, f"{whole}; another rank has step {newest}.")
         common = _run_folder(path) / "checkpoints" / f"step-{step:08d}"
-        path = next((each.path for each in _newest(common, fleet.local[0])), common)
+        path = next((each.path for each in newest_checkpoints(common, fleet.local[0])), common)
 
     def check(checkpoint: Checkpoint) -> None:
         for number in fleet.local:  # other replicas of this process may be in folders of their own
@@ -291,10 +291,10 @@ def held_step(replica: int, resume: Path, *, check: bool = False) -> int:
     Args:
         check: whether to read the files, and pass over a damaged checkpoint.
     """
-    return max((checkpoint.step for checkpoint in _newest(resume, replica, check=check)), default=-1)
+    return max((checkpoint.step for checkpoint in newest_checkpoints(resume, replica, check=check)), default=-1)
 
 
-def _newest(resume: Path, replica: int, *, check: bool = False) -> list[Checkpoint]:
+def newest_checkpoints(resume: Path, replica: int, *, check: bool = False) -> list[Checkpoint]:
     """Return the newest checkpoints of a replica: of all replicas, and of it alone; or those of the step in ``resume``.
 
     One process saves all replicas in the run folder, in which a process of the replica's own saves in its own folder.

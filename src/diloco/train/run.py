@@ -39,6 +39,7 @@ from diloco.signals import StopRequest
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
 from diloco.train.fleet import Fleet
 from diloco.train.joining import OTHERS, find_beginning, follow_views
+from diloco.train.own_tokenizer import States, agree_on_tokenizer, is_of_founder
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
@@ -83,15 +84,25 @@ def run_training(
     """
     choose_threads()
     device = use_device(settings.train.device)
-    corpus = corpus or build_corpus(settings.data, settings.train.sequence_length)
+    vocab_size = settings.data.bpe_vocab_size or 0
+    if not is_of_founder(settings):  # else it is known only once this replica has met the others
+        corpus = corpus or build_corpus(settings.data, settings.train.sequence_length)
+        vocab_size = corpus.tokenizer.vocab_size
     release_memory()
-    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
-    weightless = outline(settings, corpus.tokenizer.vocab_size)
-    check_vocabulary(weightless, corpus.tokenizer.vocab_size)
+    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, vocab_size))
+    weightless = outline(settings, vocab_size)
+    check_vocabulary(weightless, vocab_size)
     check_buffers(weightless)
     # alone, only what stays frozen is ever compared: with the base of adapters when the run resumes
     base = untrained_digest(settings, weightless) if meet or settings.model.lora_rank else ""
-    mine = identity(settings, weightless, corpus.fingerprint, base, corpus.tokenizer.facts)
+
+    def facts() -> dict[str, str]:
+        if corpus is None:
+            return identity(settings, weightless, "", base, {"tokenizer": f"{settings.data.tokenizer}, of the founder"})
+        return identity(settings, weightless, corpus.fingerprint, base, corpus.tokenizer.facts)
+
+    mine = facts()
+    beside: States = {}
     initial = None
     if settings.train.init_from is not None:
         names = ("base model", "configuration", "tokenizer") if settings.model.lora_rank else ("tokenizer",)
@@ -107,7 +118,10 @@ def run_training(
 
     # it disconnects before the rest ends, so that no replica waits for the last upload of one that has failed
     with ExitStack() as at_end, fleet.connected():
-        session = Session(settings, corpus, fleet, device, emit, initial, mine)
+        if corpus is None:
+            corpus, beside = agree_on_tokenizer(settings, fleet)
+            mine = facts()
+        session = Session(settings, corpus, fleet, device, emit, initial, mine, beside)
         at_end.callback(session.close)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session)

@@ -57,6 +57,7 @@ class Session:
         settings: resolved settings.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
         identity: what the run is; see `diloco.train.description`.
+        beside: further states to publish, which never change, by number.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Session:
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
         identity: Mapping[str, str] | None = None,
+        beside: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.settings = settings
+        self._beside = beside or {}
         self.corpus = corpus
         self.fleet = fleet
         self.device = device
@@ -247,6 +250,7 @@ class Session:
                 global_state_of=self.replicas[0].diloco,
             )
             replica.diloco.recovery.begun_after = self.totals.steps
+            replica.diloco.recovery.beside = self._beside
             self.fleet.close_to_joiners("")
         return replica.diloco
 
