@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -307,16 +306,17 @@ def orthogonalised_by(
     for parameter, update in matrices:
         key = parameter.shape, hasattr(parameter, "to_local"), parameter.device, parameter.dtype
         alike.setdefault(key, []).append((parameter, update))
-    last = None
-    # while one batch is orthogonalised, the next is gathered and the results of the last one travel
-    for batch, _ in pairwise(chain(_batches(ranks, alike.values()), [None])):
-        assert batch is not None, "only the last is"
-        batch.orthogonalise(iterate)
-        if last is not None:
-            yield from last.results()
-        last = batch
-    if last is not None:
-        yield from last.results()
+    batches = _batches(ranks, alike.values())
+    previous, current = None, next(batches, None)
+    while current is not None:
+        # while one batch is orthogonalised, the next is gathered and the results of the previous one travel
+        following = next(batches, None)
+        current.orthogonalise(iterate)
+        if previous is not None:
+            yield from previous.results()
+        previous, current = current, following
+    if previous is not None:
+        yield from previous.results()
 
 
 def _batches(ranks: Ranks, alike: Collection[Sequence[tuple[Tensor, Tensor]]]) -> Iterator[_Batch]:

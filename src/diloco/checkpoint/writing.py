@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.checkpoint.disk import HIDDEN_NAME, FileFacts, delete, hidden_name, move_in, sync_folder, write_file
-from diloco.checkpoint.reading import Manifest, list_checkpoints, write_manifest
+from diloco.checkpoint.reading import Checkpoint, Manifest, list_checkpoints, write_manifest
 from diloco.checkpoint.tensors import shards_of, tensor_chunks
 from diloco.errors import CheckpointError
 from diloco.state_tree import flatten
@@ -247,13 +247,22 @@ def _complete(partial: Path, place: Path, manifest: Manifest) -> None:
 
 
 def _delete_all_but(folder: Path, keep: int, agreed: int | None, in_use: Collection[Path]) -> None:
-    saved = list_checkpoints(folder)
-    # who has finished the agreed step has begun to save the last checkpoint before it, and so completed the one before
-    complete = [each.step for each in saved if agreed is not None and each.step < agreed][:-1]
-    for old in saved[:-keep]:
-        if old.path in in_use or (agreed is not None and old.step >= max(complete, default=0)):
+    for old in _superseded(list_checkpoints(folder), keep, agreed):
+        if old.path in in_use:
             continue
         try:
             delete(old.path)
         except OSError as error:
             raise CheckpointError(f"{old.path} can't be deleted: {error}") from error
+
+
+def _superseded(saved: Sequence[Checkpoint], keep: int, agreed: int | None) -> Sequence[Checkpoint]:
+    """Return all checkpoints but the last ``keep`` and those that replicas which save their own may need to resume."""
+    old = saved[:-keep]
+    if agreed is None:  # each is complete by itself
+        return old
+    # who has finished the agreed step has begun to save the last checkpoint before it, and so completed the one before
+    complete = [checkpoint.step for checkpoint in saved if checkpoint.step < agreed][:-1]
+    if not complete:
+        return ()
+    return [checkpoint for checkpoint in old if checkpoint.step < max(complete)]
