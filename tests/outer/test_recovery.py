@@ -90,7 +90,7 @@ class Pair:
     def send(self, fragment: int) -> None:
         """Begin a round on both sides, with the joiner's state as in its header of the round."""
         self.catch_up(fragment)
-        self.joiner[fragment].adopted = -1  # as `Fragment.send` does
+        self.recovery.round_begins(self.joiner[fragment])
         matched = fragment not in self.differing()
         self.flights[fragment] = Flight(self.average(fragment, None if matched else 0), matched)
 
@@ -102,7 +102,7 @@ class Pair:
         if not donor_lags:
             self.catch_up(fragment)
         if flight.void:
-            if self.joiner[fragment].donor is None:
+            if not self.recovery.is_behind(self.joiner[fragment]):
                 self.joiner[fragment].state.count_void(flight.average.round.outer_step)
         elif flight.matched:
             self.joiner[fragment].state.take_step(flight.average)
@@ -189,7 +189,7 @@ def test_rounds_that_go_by_while_the_state_travels_are_made_up_for_and_work_stay
     assert pair.arrive(answer) == ()
     after, _, _ = pair.joiner[0].pseudo_gradient()
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
-    assert pair.joiner[0].donor is None
+    assert not pair.recovery.is_behind(pair.joiner[0])
     assert 0 not in pair.differing()
     assert pair.joiner[0].state.finished_rounds == pair.donor[0].state.finished_rounds == 4
 
@@ -228,7 +228,8 @@ def test_what_can_not_be_adopted_is_told_changes_nothing_and_is_asked_for_again(
     odd = isinstance(outcome, dict) and len(outcome) == 1
     (failure,) = pair.arrive(pair.answer(0) | outcome if odd else outcome)
     assert failure.startswith(f"Adopting the state of replica 0 failed: {words}")
-    assert (pair.joiner[0].state.digest(), pair.joiner[0].donor) == (before, None)
+    assert pair.joiner[0].state.digest() == before
+    assert not pair.recovery.is_behind(pair.joiner[0])
     pair.miss()
     assert pair.transport.fetches[1].donors == ((0,) if missed == 2 else (0, 1)), "who lied is asked alone"
 

@@ -53,7 +53,7 @@ from diloco.outer.copies import Copies, bare_optimizer
 from diloco.outer.fragment import Fragment
 from diloco.outer.ranks import check_ranks
 from diloco.outer.recovery import StateRecovery
-from diloco.outer.state import greatest_of_ranks
+from diloco.outer.shards import shard_ranks
 from diloco.protocol import Average
 from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport, asked
@@ -147,11 +147,11 @@ class DiLoCo:
         self.weight = weight
         self.steps = 0
         self._optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
-        self._greatest = greatest_of_ranks(model)
+        self._ranks = shard_ranks(model)
         layouts = arguments["fragments"]
         copies = Copies(self._optimizers)
-        self.fragments = tuple(Fragment(layout, arguments, self._greatest, copies) for layout in layouts)
-        self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
+        self.fragments = tuple(Fragment(layout, arguments, self._ranks, copies) for layout in layouts)
+        self.recovery = StateRecovery(self.fragments, self.transport, self._ranks)
         self._listen = on_event or _Warnings()
         self._has_begun = False
         self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
@@ -188,7 +188,7 @@ class DiLoCo:
             check_number("trained", trained, ge=0, le=1)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
-        if self._greatest is list or any(map(_is_send, actions)):
+        if not self._ranks.sharded or any(map(_is_send, actions)):
             self._note(*self.recovery.poll())
         for fragment in self.fragments:
             fragment.settle(wait=False)
@@ -377,6 +377,7 @@ class DiLoCo:
             self._merge(fragment)
 
     def _send(self, fragment: Fragment, outer_step: int) -> None:
+        self.recovery.round_begins(fragment)
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
         sent = fragment.send(self.transport, outer_step, self.steps, window_steps, base_weight=self.weight)
         self._on_event(sent)
@@ -396,7 +397,7 @@ class DiLoCo:
         except (DivergedError, RoundVoidError) as void:
             error = void.with_traceback(None)  # which would keep this frame and its tensors
         diverged = error if isinstance(error, DivergedError) else None
-        any_void, any_diverged = self._greatest([error is not None, diverged is not None])
+        any_void, any_diverged = self._ranks.greatest([error is not None, diverged is not None])
         reason = ""
         if any_void:
             reason = str(error or "The round is void for another rank of this replica.")
@@ -404,7 +405,7 @@ class DiLoCo:
         elif (average := fragment.received(average)).donor is not None:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
-            return self._on_event(fragment.drop(self.steps, reason))
+            return self._on_event(fragment.drop(self.steps, reason, is_behind=self.recovery.is_behind(fragment)))
         committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
         self._on_event(committed)
 

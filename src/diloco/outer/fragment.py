@@ -47,7 +47,8 @@ from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError, TransportError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.copies import Copies
-from diloco.outer.state import Direction, GlobalState, Greatest, buffers_of
+from diloco.outer.shards import ShardRanks
+from diloco.outer.state import Direction, GlobalState, buffers_of
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport, asked
 from diloco.waiting import in_thread
@@ -59,12 +60,6 @@ _SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integ
 
 _COUNTERS = {"trained": float, "submitted": float, "committed": int, "void": int}
 
-_OF_AVERAGES = (
-    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
-    *("clipped", "note", "choice", "spread"),
-)
-"""The fields that `RoundCommitted` takes from the average."""
-
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
@@ -75,6 +70,17 @@ class InFlight:
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
     # of a thread that fills the payload, and returns the new residual and the largest magnitude; None if none has to
     ready: Future[tuple[Tensor | None, float]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Encoding:
+    """The payload of a contribution, which is complete or being filled by a thread."""
+
+    payload: Tensor
+    sent: Tensor | None  # as in `InFlight`
+    candidate: Tensor | None = None
+    largest: float = 0.0  # the largest magnitude of the pseudo-gradient, as far as it is known
+    ready: Future[tuple[Tensor | None, float]] | None = None  # as in `InFlight`
 
 
 def _same(mean: Tensor) -> Tensor:
@@ -91,16 +97,14 @@ class Fragment:
     ``arguments`` are those of `DiLoCo` with their defaults.
     """
 
-    def __init__(
-        self, layout: FragmentLayout, arguments: Mapping[str, Any], greatest: Greatest, copies: Copies
-    ) -> None:
+    def __init__(self, layout: FragmentLayout, arguments: Mapping[str, Any], ranks: ShardRanks, copies: Copies) -> None:
         self._model: nn.Module = arguments["model"]
         self._merge: MergeRule = arguments["merge"]
         self._decay = float(arguments["error_feedback"])
-        self._greatest = greatest
+        self._ranks = ranks
         self._copies = copies
         # ranks that shard the parameters decide together whether all values are finite, so no thread does
-        self._overlaps = arguments["schedule"].overlap_steps > 0 and greatest is list
+        self._overlaps = arguments["schedule"].overlap_steps > 0 and not ranks.sharded
         self._template = Contribution(  # what all contributions of the fragment share
             round=RoundId(layout.index, 0),
             replica=0,
@@ -124,9 +128,8 @@ class Fragment:
         matrices = hidden_matrices(self._model) if arguments["isotropic"] else {}
         direction = functools.partial(isotropic, layout=layout, matrices=matrices)
         # ranks that shard the parameters gather matrices, all at once in their training threads
-        alone = greatest is list
-        self._together: Direction = _same if alone else direction
-        outer = arguments["outer_optimizer"], direction if alone else _same
+        self._together: Direction | None = direction if ranks.sharded else None
+        outer = arguments["outer_optimizer"], _same if ranks.sharded else direction
         if other is None:
             self.state = GlobalState(self.local(), *outer, self._local_buffers())
         else:
@@ -142,13 +145,6 @@ class Fragment:
         self.flight: InFlight | None = None
         self.committed = 0  # averages applied
         self.void = 0  # rounds that no replica applied, or that this one missed
-        # recovery: the replica whose state to fetch, the digest of the state if it is known, the rounds in the state
-        # adopted since the last send, whether no header has confirmed it yet, and how many fetched states differed
-        self.donor: int | None = None
-        self.wanted = ""
-        self.adopted = -1
-        self.unconfirmed = False
-        self.mismatches = 0
 
     @property
     def global_params(self) -> Tensor:
@@ -175,7 +171,7 @@ class Fragment:
         for values, mine, difference in in_pieces(self.global_params, local, delta):
             magnitude = largest_magnitude(torch.sub(values, mine, out=difference))
             largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
-        (largest,) = self._greatest([largest])
+        (largest,) = self._ranks.greatest([largest])
         if not math.isfinite(largest):
             raise self._not_finite(delta)
         return delta, local if keep_local else None, largest
@@ -200,44 +196,30 @@ class Fragment:
         if self.flight is not None:  # the caller goes on after `Pending.wait` has failed
             words = f"{self.flight.contribution.round} can't end: waiting for its average has failed"
             raise TransportError(f"{words}, so the fragment can't be sent again. Resume from a saved state.")
-        self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
-        codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
-        candidate, largest = None, 0.0
-        if self._may_fill(transport):
-            room = self._empty() if self._room is None else self._room.result()
-            copying: set[torch.device] = set()
-            local, self._room = flatten(self.parameters, room, copying), None
-            copies = [torch.cuda.current_stream(device).record_event() for device in copying]
-            payload = empty(codec.payload_bytes(self.numel), torch.uint8)
-            sent: Tensor | None = local
-            ready = in_thread(lambda: self._fill(payload, local, copies), "encode", daemon=False)
-            self.state.reader = ready
-        else:
-            delta, sent, largest = self.pseudo_gradient(keep_local=keeps)
-            payload, candidate = self._encoded(delta)
+        encoding = self._encode_in_thread() if self._may_fill(transport) else self._encode_now()
         self.submitted, self.trained = self.submitted + self.trained, 0.0
         contribution = replace(
             self._template,
             round=RoundId(self.index, outer_step),
             replica=transport.replica,
-            payload=payload,
+            payload=encoding.payload,
             weight=contribution_weight(base_weight, self.submitted, window_steps),
             base_weight=base_weight,
             digest=self.state.digest(),
             **self._local_buffers(),
         )
-        if transport.average_later and (ready is not None or self.device.type == "cuda"):
-            pending = transport.average_later(contribution, ready, self.state.prepare)
+        if transport.average_later and (encoding.ready is not None or self.device.type == "cuda"):
+            pending = transport.average_later(contribution, encoding.ready, self.state.prepare)
         else:
             pending = asked(transport, Pending, "average", lambda: transport.average(contribution))
-        self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
-        self.candidate = candidate  # after submitting, which may fail
+        self.flight = InFlight(contribution, pending, encoding.sent, encoding.ready)
+        self.candidate = encoding.candidate  # after submitting, which may fail
         return RoundSent(
             step=step,
             replica=contribution.replica,
             **contribution.round._asdict(),
-            payload_bytes=payload.numel(),
-            saturated=largest > codec.saturation_limit,
+            payload_bytes=encoding.payload.numel(),
+            saturated=encoding.largest > self._template.codec.saturation_limit,
             digest=contribution.digest,
             weight=contribution.weight,
         )
@@ -269,6 +251,22 @@ class Fragment:
             raise
         return largest > self._template.codec.saturation_limit
 
+    def _encode_now(self) -> _Encoding:
+        delta, sent, largest = self.pseudo_gradient(keep_local=self._merge.keeps_sent)
+        payload, candidate = self._encoded(delta)
+        return _Encoding(payload, sent, candidate, largest)
+
+    def _encode_in_thread(self) -> _Encoding:
+        """Copy the local parameters, and let a thread compute the payload from the copy."""
+        room = self._empty() if self._room is None else self._room.result()
+        copying: set[torch.device] = set()
+        local, self._room = flatten(self.parameters, room, copying), None
+        copies = [torch.cuda.current_stream(device).record_event() for device in copying]
+        payload = empty(self._template.codec.payload_bytes(self.numel), torch.uint8)
+        ready = in_thread(lambda: self._fill(payload, local, copies), "encode", daemon=False)
+        self.state.reader = ready
+        return _Encoding(payload, local if self._merge.keeps_sent else None, ready=ready)
+
     def _fill(self, payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> tuple[Tensor | None, float]:
         """Compute the payload once ``local`` has been copied from the GPUs. Return the candidate and the magnitude."""
         for copied in copies:
@@ -286,7 +284,7 @@ class Fragment:
 
     def received(self, average: Average) -> Average:
         """Return an average with an isotropic mean, if that takes all ranks of a sharded replica. Call it on all."""
-        if self._together is _same:
+        if self._together is None:
             return average
         return replace(average, values=self._together(self.state.outer_mean(average.values)))
 
@@ -310,23 +308,43 @@ class Fragment:
         if buffers_of(average):
             self.reset_buffers()
         self.committed += 1
-        fields = {name: getattr(average, name) for name in _OF_AVERAGES} | {"total_weight": average.weight}
-        fields |= {name: getattr(self.flight.contribution, name) for name in ("weight", "digest")}
-        return RoundCommitted(step=step, view=average.view.id, **self._land(), **fields, **measures)
+        contribution = self._land()
+        return RoundCommitted(
+            step=step,
+            replica=contribution.replica,
+            **contribution.round._asdict(),
+            weight=contribution.weight,
+            digest=contribution.digest,
+            view=average.view.id,
+            contributors=average.contributors,
+            total_weight=average.weight,
+            sent_bytes=average.sent_bytes,
+            received_bytes=average.received_bytes,
+            wait_s=average.wait_s,
+            late_s=average.late_s,
+            clipped=average.clipped,
+            note=average.note,
+            choice=average.choice,
+            spread=average.spread,
+            **measures,
+        )
 
-    def drop(self, step: int, reason: str) -> RoundVoid:
-        """End the round in flight as void: its work stays in the local parameters."""
+    def drop(self, step: int, reason: str, *, is_behind: bool = False) -> RoundVoid:
+        """End the round in flight as void: its work stays in the local parameters.
+
+        ``is_behind``: the state lacks earlier rounds and is being fetched, so this round does not count in it.
+        """
         self.void += 1
-        about = self._land()
-        if self.donor is None:
-            self.state.count_void(about["outer_step"])
-        return RoundVoid(step=step, **about, reason=reason)
+        contribution = self._land()
+        if not is_behind:
+            self.state.count_void(contribution.round.outer_step)
+        return RoundVoid(step=step, replica=contribution.replica, **contribution.round._asdict(), reason=reason)
 
-    def _land(self) -> dict[str, Any]:
-        """End the round in flight and return what events say of it."""
+    def _land(self) -> Contribution:
+        """End the round in flight and return what this replica gave to it."""
         assert self.flight is not None, "a round is in flight"
         contribution, self.flight, self.candidate = self.flight.contribution, None, None
-        return {"replica": contribution.replica, **contribution.round._asdict()}
+        return contribution
 
     def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
         """Load a received state, see `GlobalState.load`. The work in no mean yet stays in the local parameters."""

@@ -11,7 +11,7 @@ from diloco.algorithm import AlphaMerge
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
 from diloco.outer.fragment import Fragment
-from diloco.outer.state import Greatest
+from diloco.outer.shards import ALONE, ShardRanks
 from diloco.protocol import Average
 from diloco.state_tree import UNREADABLE
 from diloco.transport import Transport
@@ -27,9 +27,21 @@ _IDLE, _ARRIVED, _PENDING, _FAILED = range(4)
 Outcome = tuple[Mapping[str, Any], int, Sequence[Average]] | TransportError | None
 
 
+@dataclass(eq=False)
+class _Standing:
+    """How far this replica's state of a fragment is that of the others."""
+
+    fragment: Fragment
+    donor: int | None = None  # the replica whose state is to be fetched; None: no state is
+    digest: str = ""  # of the state that the majority holds; "" if it is not known
+    adopted: int = -1  # the rounds in the state adopted since the last round began; -1: none was
+    unconfirmed: bool = False  # whether no header has confirmed the state adopted last
+    mismatches: int = 0  # the fetched states that were not what the others hold
+
+
 @dataclass(frozen=True, eq=False)
 class _Fetch:
-    fragment: Fragment
+    standing: _Standing
     digest: str  # of the state that the majority held when the fetch began; "" if it is not known
     fetching: Future[Mapping[str, Any]]
     missed: list[Average] = field(default_factory=list)  # averages of the rounds since the fetch began
@@ -61,13 +73,14 @@ class StateRecovery:
     different digest is rejected, and from then on the donors are asked one at a time.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
+    def __init__(self, fragments: Sequence[Fragment], transport: Transport, ranks: ShardRanks = ALONE) -> None:
         self.begun_after = 0  # the inner steps of the run before its outer loop began
         self.beside: Mapping[int, Mapping[str, Any]] = {}  # further states to publish, which never change, by number
         self._fragments = fragments
         self._transport = transport
-        self._greatest = greatest
+        self._ranks = ranks
         self._fetch: _Fetch | None = None
+        self._standings = [_Standing(fragment) for fragment in fragments]
 
     def snapshot(self, index: int) -> dict[str, Any]:
         """Return a copy of a fragment's global state, and what a joiner needs beside it. Any thread may call it."""
@@ -83,8 +96,15 @@ class StateRecovery:
         """Continue over another transport and abandon the current fetches."""
         self._transport = transport
         self._fetch = None
-        for fragment in self._fragments:
-            fragment.donor, fragment.adopted, fragment.unconfirmed, fragment.mismatches = None, -1, False, 0
+        self._standings = [_Standing(fragment) for fragment in self._fragments]
+
+    def is_behind(self, fragment: Fragment) -> bool:
+        """Return whether the state of a fragment lacks rounds of the others, so that theirs is being fetched."""
+        return self._standings[fragment.index].donor is not None
+
+    def round_begins(self, fragment: Fragment) -> None:
+        """Take note that a fragment is sent: if the others hold another state in its round, this one is out of date."""
+        self._standings[fragment.index].adopted = -1
 
     def fetch_all(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
         """Adopt every fragment now; see `DiLoCo.take_over`. Yield the progress at inner step ``step`` once a second."""
@@ -130,65 +150,67 @@ class StateRecovery:
         Call it on all ranks that shard the parameters: those that have diverged (with an ``error``) adopt it, all of
         them or none. Work not yet shared stays in the local parameters.
         """
-        (attempts,) = self._greatest([len(self._transport.view.members)])
+        standing = self._standings[fragment.index]
+        (attempts,) = self._ranks.greatest([len(self._transport.view.members)])
         for _ in range(int(attempts)):  # a faulty member may have answered first; then they are asked one by one
-            before = fragment.mismatches
+            before = standing.mismatches
             if error is not None:
-                self._want(fragment, error.donor, error.digest)
+                self._want(standing, error.donor, error.digest)
             failures = self.poll(wait=True)
-            if not any(self._greatest([fragment.mismatches > before])):
+            if not any(self._ranks.greatest([standing.mismatches > before])):
                 break
         return " ".join(failures) or f"Replica {self._transport.replica} adopted the majority's state."
 
     def round_missed(self, average: Average, donor: int) -> str:
         """Handle the average of a round that began while this replica did not hold the others' state, and say how."""
-        fragment, outer_step = self._fragments[average.round.fragment], average.round.outer_step
+        standing, outer_step = self._standings[average.round.fragment], average.round.outer_step
+        fragment = standing.fragment
         status = f"{average.round}: replica {self._transport.replica} is still fetching the state"
-        if fragment.adopted == outer_step and fragment.state.digest() == average.held:  # adopted since it began
-            fragment.adopted = outer_step + 1
+        if standing.adopted == outer_step and fragment.state.digest() == average.held:  # adopted since it began
+            standing.adopted = outer_step + 1
             fragment.adopt(fragment.state.tensors(), outer_step + 1, [average])
             return f"{status}; the state has arrived, and this round is now applied to it."
-        if fragment.adopted > outer_step:
+        if standing.adopted > outer_step:
             return f"{status}; the state has arrived and already contains this round."
-        if fragment.unconfirmed:
-            fragment.unconfirmed = False
-            fragment.mismatches += 1
-        if self._fetch is not None and self._fetch.fragment is fragment:
+        if standing.unconfirmed:
+            standing.unconfirmed = False
+            standing.mismatches += 1
+        if self._fetch is not None and self._fetch.standing is standing:
             self._fetch.missed.append(average)
         else:
-            self._want(fragment, donor)
+            self._want(standing, donor)
         return f"{status}, which it fetches in the background."
 
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
         """Adopt the states that have arrived on all ranks, and return the failures as sentences. Call it on all."""
         failures: list[str] = []
-        while self._fetch is not None or self._greatest is not list:  # ranks must ask each other
+        while self._fetch is not None or self._ranks.sharded:  # ranks must ask each other
             if wait and self._fetch is not None:
                 _ended(self._fetch.fetching, None)
             outcome = self._outcome()
-            agreed = self._greatest([self._progress(fragment, outcome) for fragment in self._fragments])
-            for fragment, progress in zip(self._fragments, agreed, strict=True):
-                if fragment.donor is None:
+            agreed = self._ranks.greatest([self._progress(standing, outcome) for standing in self._standings])
+            for standing, progress in zip(self._standings, agreed, strict=True):
+                if standing.donor is None:
                     continue
                 if progress == _FAILED:  # the next round of this fragment finds it out of date again
                     own = isinstance(outcome, TransportError)
                     why = outcome if own else "another rank of this replica could not fetch its part."
-                    failures.append(f"Adopting the state of replica {fragment.donor} failed: {why}")
-                    self._forget(fragment)
+                    failures.append(f"Adopting the state of replica {standing.donor} failed: {why}")
+                    self._forget(standing)
                 elif progress == _ARRIVED:
                     assert isinstance(outcome, tuple), "it has arrived on all ranks, so on this one"
-                    fragment.unconfirmed, fragment.adopted = True, outcome[1]
-                    fragment.adopt(*outcome)
-                    self._forget(fragment)
+                    standing.unconfirmed, standing.adopted = True, outcome[1]
+                    standing.fragment.adopt(*outcome)
+                    self._forget(standing)
             self._start_next()
             if not ({_ARRIVED, _FAILED} & set(agreed) or (wait and any(agreed))):
                 break
         return tuple(failures)
 
-    def _progress(self, fragment: Fragment, outcome: Outcome) -> int:
-        if fragment.donor is None:
+    def _progress(self, standing: _Standing, outcome: Outcome) -> int:
+        if standing.donor is None:
             return _IDLE
-        if outcome is None or self._fetch is None or self._fetch.fragment is not fragment:
+        if outcome is None or self._fetch is None or self._fetch.standing is not standing:
             return _PENDING
         return _ARRIVED if isinstance(outcome, tuple) else _FAILED
 
@@ -196,38 +218,43 @@ class StateRecovery:
         """Return the arguments of `Fragment.adopt`, why it can't be adopted, or None before it has arrived."""
         if (fetch := self._fetch) is None or not fetch.fetching.done():
             return None
-        fragment = fetch.fragment
+        fragment = fetch.standing.fragment
         try:
             state, finished = _checked(fragment, fetch.fetching.result())
             lacking = [average for average in fetch.missed if average.round.outer_step >= finished]
-            held = lacking[0].held if lacking else fetch.digest if not fetch.missed else ""
+            held = "" if fetch.missed else fetch.digest  # that of a later state is not known
+            if lacking:
+                held = lacking[0].held
             if held and fragment.state.digest_of(state) != held:
-                fragment.mismatches += 1
+                fetch.standing.mismatches += 1
                 raise TransportError("the received state differs from the one that the other replicas hold.")
         except TransportError as error:
             return error
         return state, max([finished, *(average.round.outer_step + 1 for average in lacking)]), lacking
 
-    def _want(self, fragment: Fragment, donor: int, digest: str = "") -> None:
+    def _want(self, standing: _Standing, donor: int, digest: str = "") -> None:
         """Fetch the state of a fragment as soon as no other is being fetched."""
-        fragment.donor, fragment.wanted = donor, digest
+        standing.donor, standing.digest = donor, digest
         self._start_next()
 
-    def _forget(self, fragment: Fragment) -> None:
-        fragment.donor = None
-        if self._fetch is not None and self._fetch.fragment is fragment:
+    def _forget(self, standing: _Standing) -> None:
+        standing.donor = None
+        if self._fetch is not None and self._fetch.standing is standing:
             self._fetch = None
 
     def _start_next(self) -> None:
-        fragment = next((each for each in self._fragments if each.donor is not None), None)
-        if self._fetch is None and fragment is not None:
-            assert fragment.donor is not None, "it is to be fetched"
-            others = [m for m in self._transport.view.members if m not in (fragment.donor, self._transport.replica)]
-            asked = [fragment.donor, *others]
-            if fragment.mismatches:
-                asked = [asked[(fragment.mismatches - 1) % len(asked)]]
-            fetching = self._transport.fetch(fragment.index, asked, fragment.state.num_bytes())
-            self._fetch = _Fetch(fragment, fragment.wanted, fetching)
+        for standing in self._standings:
+            if self._fetch is None and standing.donor is not None:
+                self._fetch = self._started(standing, standing.donor)
+
+    def _started(self, standing: _Standing, donor: int) -> _Fetch:
+        """Begin to fetch the state of a fragment from its donor or from another member."""
+        own, fragment = self._transport.replica, standing.fragment
+        donors = [donor, *(member for member in self._transport.view.members if member not in (donor, own))]
+        if standing.mismatches:  # they are asked one at a time
+            donors = [donors[(standing.mismatches - 1) % len(donors)]]
+        fetching = self._transport.fetch(fragment.index, donors, fragment.state.num_bytes())
+        return _Fetch(standing, standing.digest, fetching)
 
 
 def _ended(fetching: Future[Mapping[str, Any]], within_s: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""The global state of a fragment, which all replicas agree on, and how the ranks of one replica decide together."""
+"""The global state of a fragment, which all replicas agree on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.algorithm import (
     OuterOptimizer,
@@ -19,7 +19,6 @@ from diloco.algorithm import (
     digest_state,
     largest_magnitude,
     measured_outer_step,
-    named_parameters,
 )
 from diloco.devices import beside_training, empty, to_device
 from diloco.errors import FragmentError
@@ -35,9 +34,6 @@ Measures = Mapping[str, Any]  # of an outer step by name; see `measured_outer_st
 
 Direction = Callable[[Tensor], Tensor]
 """Returns what the outer optimizer gets for a mean pseudo-gradient, ``(numel,)`` float32, which it leaves unchanged."""
-
-Greatest = Callable[[Sequence[float]], list[float]]
-"""Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +108,9 @@ class GlobalState:
         if step is not None and (step.applied is not average.values or step.version != self.version):
             step = None  # the state has changed since
         with self.changing("" if step is None else step.digest):
-            before = None if not keep else _copy(self.values) if step is None else self.values
+            before = self.values if keep else None
             if step is None:
+                before = _copy(self.values) if keep else None  # the step changes them in place
                 step = self._stepped(average, self.values, self.outer)
             self.values, self.outer, self._last_mean = step.values, step.outer, step.mean
             self.buffers = buffers_of(average) or self.buffers
@@ -266,19 +263,3 @@ def _copy(values: Tensor) -> Tensor:
 
 def _named(values: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"global_params": values, **slots}
-
-
-def greatest_of_ranks(model: nn.Module) -> Greatest:
-    """Return `Greatest` for the ranks that shard the trainable parameters of a model; it is `list` without shards."""
-    parameters = [parameter for parameter in named_parameters(model).values() if parameter.requires_grad]
-    mesh: Any = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
-
-    def greatest(values: Sequence[float]) -> list[float]:
-        import torch.distributed as dist
-
-        numbers = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
-        for dimension in range(mesh.ndim):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
-        return [float(number) for number in numbers.tolist()]
-
-    return list if mesh is None else greatest
