@@ -62,6 +62,8 @@ def test_skypilot_starts_what_diloco_understands(
     task = yaml.safe_load((ROOT / "launch" / "skypilot" / f"{name}.yaml").read_text())
     given = {"MIRROR": "s3://bucket/mine", **variables}
     assert {key for key, value in task["envs"].items() if value is None} <= given.keys()
+    for place in task.get("file_mounts", ()):
+        tmp_path.joinpath(place.removeprefix("~/")).touch()
     plan, place = planned(task["run"], tmp_path, **{key: value or "" for key, value in task["envs"].items()} | given)
     is_peer = name == "swarm-spot"
     assert place == f"s3://bucket/mine{'/3' if is_peer else ''}"
@@ -70,6 +72,7 @@ def test_skypilot_starts_what_diloco_understands(
     assert (asked.transport, asked.replicas, asked.replica, asked.join) == network
     assert settings.out == tmp_path / "run"
     assert asked.announce == (("203.0.113.7:31330",) if is_peer else ())
+    assert asked.secret_file == (tmp_path / "diloco.secret" if is_peer else None)
 
 
 def test_kubernetes_starts_what_diloco_understands(tmp_path: Path) -> None:
@@ -85,6 +88,9 @@ def test_kubernetes_starts_what_diloco_understands(tmp_path: Path) -> None:
     host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert network.rendezvous == f"{host}:{ports['rendezvous']}"
     assert plan.configuration.monitor.metrics_address() == ("0.0.0.0", ports["metrics"] - 3)
+    mounts, volumes = ({each["name"]: each for each in part} for part in (container["volumeMounts"], pod["spec"]["volumes"]))
+    assert str(network.secret_file.parent) == mounts["secret"]["mountPath"]
+    assert volumes["secret"]["secret"]["defaultMode"] == 0o440, "no other user can read it"
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
 
 

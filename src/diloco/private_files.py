@@ -78,7 +78,7 @@ def read_private(path: Path, what: str) -> bytes:
 
     Raises:
         ConfigurationError: The file can't be read, is not a regular file or too large, belongs to another user than
-            this one or root, or has a mode that gives others any access.
+            this one or root, or has a mode that gives others any access; root may let a group read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # without waiting for the end of a FIFO
@@ -149,6 +149,8 @@ def _problem(status: os.stat_result) -> str:
         return ""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (number {status.st_uid}), who can read it. Run chown on it, or copy it"
+    if status.st_uid == 0 != os.geteuid() and status.st_mode & 0o077 == stat.S_IRGRP:
+        return ""  # as Kubernetes gives a secret to a pod, by its group
     if status.st_mode & 0o077:
         return f"can be read or changed by others (mode {stat.S_IMODE(status.st_mode):o}). Run chmod 600 on it"
     return ""

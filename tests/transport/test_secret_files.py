@@ -73,6 +73,26 @@ def test_a_file_that_others_can_read_or_change_or_that_is_another_users_is_refus
         reader(path)
 
 
+@pytest.mark.parametrize("mode", [0o440, 0o640, 0o400, 0o444, 0o460, 0o450, 0o441])
+def test_root_may_give_a_file_to_a_group_to_read_and_nothing_more(
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes does: a secret in a pod with a user and a group belongs to root and that group."""
+    path, status = written(tmp_path, SECRET.encode()), os.fstat
+
+    def of_root(descriptor: int) -> os.stat_result:
+        found = status(descriptor)
+        return os.stat_result((stat.S_IFREG | mode, *found[1:4], 0, *found[5:]))
+
+    monkeypatch.setattr(os, "fstat", of_root)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if mode & 0o037:
+        with pytest.raises(ConfigurationError, match=rf"by others \(mode {mode:o}\)"):
+            read_secret(path, NAME)
+    else:
+        assert read_secret(path, NAME) == SECRET
+
+
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
     (tmp_path / "link").symlink_to("nowhere")
