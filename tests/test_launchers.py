@@ -88,7 +88,9 @@ def test_kubernetes_starts_what_diloco_understands(tmp_path: Path) -> None:
     host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert network.rendezvous == f"{host}:{ports['rendezvous']}"
     assert plan.configuration.monitor.metrics_address() == ("0.0.0.0", ports["metrics"] - 3)
-    mounts, volumes = ({each["name"]: each for each in part} for part in (container["volumeMounts"], pod["spec"]["volumes"]))
+    mounts, volumes = (
+        {each["name"]: each for each in part} for part in (container["volumeMounts"], pod["spec"]["volumes"])
+    )
     assert str(network.secret_file.parent) == mounts["secret"]["mountPath"]
     assert volumes["secret"]["secret"]["defaultMode"] == 0o440, "no other user can read it"
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])

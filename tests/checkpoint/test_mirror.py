@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -306,6 +307,49 @@ def test_the_settings_that_were_checked_are_those_that_are_written(place: str, t
 
     fetch_run(place, tmp_path / "new", check=check)
     assert (tmp_path / "new" / "config.toml").read_text() == "run, config.toml"
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tokenizer.json", "config.toml", "manifest.json", "writer.json"])
+def test_no_file_takes_memory_by_its_size(file: str, tmp_path: Path) -> None:
+    """Who can write there chooses it. Before, all of the run folder was read at once, before its settings were."""
+    place, run = tmp_path / "place", home(tmp_path / "run")
+    mirrored(str(place), run, 1)
+    (path,) = place.rglob(file)
+    os.truncate(path, size := 80 << 20)  # takes no room on the disk
+    tracemalloc.start()
+    try:
+        if file == "config.toml":
+            with pytest.raises(CheckpointError, match=r"config\.toml has more than 1048576 bytes"):
+                fetch_run(str(place), tmp_path / "new")
+        elif file == "writer.json":
+            mirror = Mirror(str(place), run, 2)
+            mirror.offer(run / "checkpoints" / "step-00000001")
+            with pytest.raises(CheckpointError, match="is now written to by another process"):
+                mirror.close()
+        else:
+            assert fetch_run(str(place), tmp_path / "new") == (file != "manifest.json")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20
+    if file in ("metrics.jsonl", "tokenizer.json"):
+        assert (tmp_path / "new" / file).stat().st_size == size
+
+
+def test_what_became_larger_since_it_was_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, run = tmp_path / "place", home(tmp_path / "run")
+    mirrored(str(place), run, 1)
+    (path,) = place.rglob("config.toml")
+    listed = DirFileSystem.find
+
+    def grows(system: DirFileSystem, *arguments: Any, **more: Any) -> Any:
+        sizes = listed(system, *arguments, **more)
+        os.truncate(path, 65 << 20)
+        return sizes
+
+    monkeypatch.setattr(DirFileSystem, "find", grows)
+    with pytest.raises(CheckpointError, match=r"config\.toml has grown"):
+        fetch_run(str(place), tmp_path / "new")
 
 
 def test_who_may_not_delete_uploads_all_the_same(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,38 @@ def test_a_run_that_goes_on_in_another_folder_is_started_again_there(
     assert len({summary["global_params_digest"] for summary in torchrun.summaries()}) == 1
 
 
+@pytest.mark.parametrize("named", ["{folder}/elsewhere", "runs/elsewhere", "runs/../elsewhere", "{folder}/run"])
+@pytest.mark.parametrize("out", ["--out {folder}/mine", ""])
+def test_the_store_chooses_no_run_folder(
+    processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, out: str
+) -> None:
+    """Anybody who reaches it can write there. Before, each rank read and wrote in whatever folder it named."""
+    monkeypatch.chdir(tmp_path)
+    torchrun = Torchrun(processes, data, tmp_path / "run", 1)
+    torchrun.store.set("diloco/folder", named.format(folder=tmp_path))
+    words = f"{torchrun.words} {out.format(folder=tmp_path)}"
+    rank = Command(processes, words.split(), tmp_path / "said.txt", environment=of_torchrun(0, 1, torchrun.store.port))
+    rank.end(2)
+    assert "The store of torchrun names the run folder" in (tmp_path / "said.txt").read_text()
+    assert {each.name for each in tmp_path.iterdir()} <= {"said.txt", data.name}
+
+
+def test_a_numbered_run_folder_that_the_store_names_is_taken(
+    processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the first rank, which has chosen it, and of all in a later attempt."""
+    monkeypatch.chdir(tmp_path)
+    name = ""
+    for number in ("", "-2", "-17"):
+        torchrun = Torchrun(processes, data, tmp_path / "run", 1)
+        if name:
+            torchrun.store.set("diloco/folder", f"runs/{name}{number}")
+        environment = of_torchrun(0, 1, torchrun.store.port)
+        Command(processes, torchrun.words.split(), tmp_path / f"said{number}", environment=environment).end()
+        name = name or next(each.name for each in (tmp_path / "runs").iterdir())
+    assert {each.name for each in (tmp_path / "runs").iterdir()} == {name, f"{name}-2", f"{name}-17"}
+
+
 def test_a_signal_to_one_stops_all_ranks_of_all_replicas_at_one_step(
     processes: Processes, data: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from diloco.config import command_text, compose, flatten, join_command, parse_arguments, plan_run, resume_command
+from diloco.config import (
+    command_text,
+    compose,
+    flatten,
+    join_command,
+    parse_arguments,
+    plan_run,
+    resume_command,
+    told_settings,
+)
 from diloco.errors import ConfigurationError
 from tests.command_lines import load_configuration
 from tests.huggingface import write_config
@@ -47,6 +56,18 @@ def test_an_invitation_reads_back_as_the_run_without_private_options(
     assert shared(arguments) == shared(typed)
     assert str(tmp_path) not in told
     assert len(arguments) <= len(typed) + 2
+
+
+def test_no_service_elsewhere_gets_addresses_or_what_concerns_one_machine(tmp_path: Path) -> None:
+    places = f"{PEER} --checkpoint.mirror {tmp_path}/mirror --monitor.prometheus 10.0.0.1:9464 --name my-pc"
+    plan = plan_run(
+        parse_arguments(shlex.split(f"--transport swarm --run r {places} --steps 77 --network.silence 20s"))
+    )
+    told = told_settings(plan.configuration)
+    for place in ("/ip4/1", "0.0.0.0", "h:7", "10.0.0.1", str(tmp_path), "my-pc", "'s'"):
+        assert place not in str(told), place
+    assert (told["train"]["steps"], told["network"]["silence"], told["network"]["run"]) == (77, 20.0, "r")
+    assert told["optimizer"]["name"] == plan.configuration.optimizer.name
 
 
 VALUES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (

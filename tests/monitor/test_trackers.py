@@ -110,7 +110,8 @@ def test_wandb_gets_one_run_with_its_continuation(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     options = {"config": {"data": {"paths": (Path("a"),)}}, "name": "run-replica-1", "group": "run"}
     finished = events.RunFinished(step=1, summary={"heldout_loss": 3.5})
-    track(tracker("wandb", tmp_path, **options), started(0), step(1), evaluated(1, 3.5), finished)
+    begun = started(0, details={"control addresses": "0 at 10.0.0.1:29400"})
+    track(tracker("wandb", tmp_path, **options), begun, step(1), evaluated(1, 3.5), finished)
     track(tracker("wandb", tmp_path, **options), started(1))
     first, second = wandb.begun
     assert first["id"] == second["id"]

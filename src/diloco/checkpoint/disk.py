@@ -60,15 +60,16 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     return FileFacts(size_bytes, digest.hexdigest())
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | Iterator[bytes]) -> None:
     """Write a temporary file, sync it to disk and rename it to ``path``. Text is written as UTF-8.
 
     Raises:
         DiLoCoError: it failed; what was there before is unchanged.
     """
     partial = hidden_name(path, "partial")
+    content = content.encode() if isinstance(content, str) else content
     try:
-        write_file(partial, [content.encode() if isinstance(content, str) else content])
+        write_file(partial, [content] if isinstance(content, bytes) else content)
         os.replace(partial, path)
         sync_folder(path.parent)
     except BaseException as error:

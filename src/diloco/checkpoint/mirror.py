@@ -43,8 +43,9 @@ from diloco.units import diff
 from diloco.waiting import waiting_for
 
 _WRITER, _HOME = "writer.json", "home/"
+_MAX_NAMED = 300  # characters of another writer
 _MAX_MANIFEST_BYTES = 64 << 20
-_CONFIG = "config.toml"
+_CONFIG, _MAX_CONFIG_BYTES = "config.toml", 1 << 20
 _COPIED = re.compile(
     r"config\.toml|(environment|summary|tokenizer|tokenizer_config|generation_config|special_tokens_map|added_tokens)\.json"
     r"|metrics\.jsonl|chat_template\.jinja"
@@ -137,12 +138,28 @@ class _Place:
             for replica, group in uploads.items()
         }
 
-    def run_files(self, upload: _Upload) -> dict[str, bytes]:
-        """Return the files of the run folder in an upload by name; read once, as what is there may change."""
-        names = [file.removeprefix(_HOME) for file in upload.sizes if file.startswith(_HOME)]
-        return {
-            name: self.store.cat_file(f"{upload.folder}/{_HOME}{name}") for name in filter(_COPIED.fullmatch, names)
-        }
+    def bytes_of(self, upload: _Upload, file: str, most_bytes: int) -> bytes:
+        """Return the content of a small file.
+
+        Raises:
+            CheckpointError: it is larger than ``most_bytes``, or has grown since it was listed.
+        """
+        size, path = upload.sizes[file], f"{upload.folder}/{file}"
+        data: bytes = self.store.cat_file(path, start=0, end=size + 1) if size <= most_bytes else b""
+        if size > most_bytes or len(data) > size:
+            why = f"has more than {most_bytes} bytes, so no run has written it" if size > most_bytes else "has grown"
+            raise CheckpointError(f"{self.url}/{path} {why}.")
+        return data
+
+    def chunks_of(self, path: str) -> Iterator[bytes]:
+        with self.reached("read"), self.store.open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                yield chunk
+
+    def config(self, upload: _Upload) -> bytes | None:
+        """Return the settings in an upload, or None; read once, as what is there may change."""
+        name = f"{_HOME}{_CONFIG}"
+        return self.bytes_of(upload, name, _MAX_CONFIG_BYTES) if name in upload.sizes else None
 
     def read(self, upload: _Upload) -> Manifest | None:
         """Return the manifest of an upload, or None if it is not whole."""
@@ -155,11 +172,10 @@ class _Place:
         return any(manifest and not _has_all_files(each, manifest) for each, manifest in manifests)
 
     def _manifest(self, upload: _Upload) -> Manifest | None:
-        path = f"{upload.folder}/{MANIFEST}"
-        if not 0 < upload.sizes.get(MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
+        if not upload.sizes.get(MANIFEST):
             return None
         try:
-            return parse_manifest(self.store.cat_file(path), path)
+            return parse_manifest(self.bytes_of(upload, MANIFEST, _MAX_MANIFEST_BYTES), f"{upload.folder}/{MANIFEST}")
         except (CheckpointError, FileNotFoundError):  # damaged, or deleted since
             return None
 
@@ -290,8 +306,9 @@ class Mirror:
 
     def _check_writer(self) -> None:
         self._place.store.invalidate_cache()
-        if (other := self._place.store.cat_file(f"{self._below}{_WRITER}")) != self._writer:
-            who = other[:300].decode(errors="replace")
+        other = self._place.store.cat_file(f"{self._below}{_WRITER}", start=0, end=len(self._writer) + _MAX_NAMED)
+        if other != self._writer:
+            who = other[:_MAX_NAMED].decode(errors="replace")
             raise CheckpointError(f"{self._place.url} is now written to by another process, {who}.")
 
     def _delete_old(self, newest: str) -> None:
@@ -387,14 +404,14 @@ class _DamagedError(CheckpointError):
 
 
 def _fetch_all(place: _Place, chosen: _Chosen, folder: Path, check: Callable[[Path], None]) -> None:
-    homes = {home: place.run_files(upload) for home, (upload, _) in chosen.items()}
-    for files in homes.values():
-        if _CONFIG in files:
+    configs = {home: place.config(upload) for home, (upload, _) in chosen.items()}
+    for config in configs.values():
+        if config is not None:
             with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
-                Path(beside, _CONFIG).write_bytes(files[_CONFIG])
+                Path(beside, _CONFIG).write_bytes(config)
                 check(Path(beside, _CONFIG))
     for home, (upload, manifest) in chosen.items():
-        _fetch(place, upload, manifest, folder / home, homes[home])
+        _fetch(place, upload, manifest, folder / home, configs[home])
 
 
 def _began(whole: _Whole) -> bool:
@@ -454,7 +471,7 @@ def _common(whole: _Whole) -> _Chosen | None:
     return None
 
 
-def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_files: Mapping[str, bytes]) -> None:
+def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, config: bytes | None) -> None:
     target = home / "checkpoints" / upload.name
     before = list_checkpoints(target.parent)
     newer = bool(before) and before[-1].serial > manifest.serial  # and not uploaded
@@ -471,6 +488,17 @@ def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_f
                     why = f"{place.url}/{upload.folder}/{name} is damaged: its digest differs from the manifest's."
                     raise _DamagedError(upload.folder, why) from None
         write_manifest(partial, manifest)
-        for name, content in run_files.items():
-            if not newer and not (name == "metrics.jsonl" and (home / name).exists()):
-                write_whole(home / name, content)
+        if not newer:
+            _fetch_home(place, upload, home, config)
+
+
+def _fetch_home(place: _Place, upload: _Upload, home: Path, config: bytes | None) -> None:
+    """Fetch the files of the run folder, of any size; its settings were read before."""
+    for file in upload.sizes:
+        name = file.removeprefix(_HOME)
+        if name == file or not _COPIED.fullmatch(name) or (name == "metrics.jsonl" and (home / name).exists()):
+            continue
+        if name != _CONFIG:
+            write_whole(home / name, place.chunks_of(f"{upload.folder}/{file}"))
+        elif config is not None:
+            write_whole(home / name, config)

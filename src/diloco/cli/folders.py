@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -78,8 +79,7 @@ def not_empty(folder: Path, run: Path) -> ConfigurationError:
 
 def claim_numbered(plan: RunPlan) -> Path:
     """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
-    settings = plan.configuration
-    folder = first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
+    folder = first = _first_numbered(plan)
     try:
         make_private_folder(first.parent)
         for number in count(2):
@@ -90,3 +90,25 @@ def claim_numbered(plan: RunPlan) -> Path:
     except OSError as error:
         raise ConfigurationError(f"{folder} can't be created: {error.strerror}. Choose another --out.") from error
     return folder
+
+
+def check_named(folder: Path, plan: RunPlan) -> None:
+    """Raise `ConfigurationError` for a run folder from torchrun's store that this rank's own command does not name.
+
+    Anybody who reaches the store can write to it.
+    """
+    out, first = plan.configuration.out or plan.source, _first_numbered(plan)
+    number = folder.name.removeprefix(first.name)
+    is_numbered = folder.parent == first.parent and folder.name.startswith(first.name)
+    if folder == out or (out is None and is_numbered and re.fullmatch(r"(-[0-9]+)?", number)):
+        return
+    here = f"--out {out}" if out else f"{first} or {first}-N"
+    raise ConfigurationError(
+        f"The store of torchrun names the run folder {str(folder)!r}, and the command of this rank {here}. Give all "
+        "ranks the same --out, and torchrun a --master-port that nobody else can reach."
+    )
+
+
+def _first_numbered(plan: RunPlan) -> Path:
+    settings = plan.configuration
+    return Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")

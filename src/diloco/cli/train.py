@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from diloco.algorithm import check_number
 from diloco.checkpoint import one_at_a_time
 from diloco.cli import DONE, FAILED, INTERRUPTED
-from diloco.cli.folders import claim_numbered, claimed, has_checkpoints, not_empty
+from diloco.cli.folders import check_named, claim_numbered, claimed, has_checkpoints, not_empty
 from diloco.config import (
     CONFIG_FILE,
     CommandLine,
@@ -41,6 +41,7 @@ from diloco.config import (
     preset_values,
     read_record,
     resume_command,
+    told_settings,
 )
 from diloco.errors import ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
@@ -328,6 +329,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     out, timeout_s = settings.out or plan.source, settings.network.start_timeout_s
     if role.rendezvous is None:  # torchrun has started all replicas
         attempt = begin_attempt(role, timeout_s, lambda: out or claim_numbered(plan))
+        check_named(attempt.folder, plan)
         if attempt.restarted and not (plan.source and held_step(role.replica, attempt.folder) < 0):
             checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
             settings = dataclasses.replace(settings, checkpoint=checkpoint)
@@ -384,7 +386,7 @@ def _train(
             monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
     elif settings.network.elastic:
         group, name = settings.network.run, settings.network.name or platform.node()
-    config: dict[str, Any] = dataclasses.asdict(settings)
+    config = told_settings(settings)
     moves = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     sinks = make_sinks(monitor, folder, is_terminal=moves, config=config, name=name, group=group)
     with closing(sinks):

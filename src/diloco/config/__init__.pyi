@@ -25,3 +25,4 @@ from .run_plan import join_command as join_command
 from .run_plan import plan_run as plan_run
 from .run_plan import read_record as read_record
 from .run_plan import resume_command as resume_command
+from .run_plan import told_settings as told_settings

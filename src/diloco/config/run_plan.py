@@ -279,7 +279,8 @@ _PRIVATE = (
     *("train.device", "train.global_device", "train.stop_after"),
     *("network.name", "network.secret_file"),
 )
-"""Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
+"""Keys and sections about one machine and its owner, which no command for another machine repeats, and no service
+elsewhere gets."""
 
 _FIRST = (
     *("preset", "algorithm", "train.steps", "train.sequence_length", "optimizer.name", "model.source"),
@@ -311,7 +312,7 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     no flags express are read from the record in ``folder``.
     """
     goal = flatten(configuration)
-    private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
+    private = {*filter(_is_private, goal)}
     usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
     if configuration.data.local:
         private.add("data.paths")
@@ -330,6 +331,23 @@ def join_command(configuration: Configuration, folder: Path) -> str:
                 return re.sub(rf"(?<![\w./-]){re.escape(str(Path.cwd()))}/", "", text)
             values |= other
     return command_text("train", folder / CONFIG_FILE)
+
+
+def _is_private(name: str) -> bool:
+    return bool({name, name.partition(".")[0]} & {*_PRIVATE})
+
+
+def told_settings(configuration: Configuration) -> dict[str, dict[str, Any]]:
+    """Return the settings by section that a service elsewhere may get: no addresses, and nothing of one machine."""
+    sections: dict[str, Any] = {}
+    for name, value in flatten(configuration).items():
+        if not _is_private(name):
+            *section, key = name.split(".")
+            at = sections
+            for part in section:
+                at = at.setdefault(part, {})
+            at[key] = value
+    return sections
 
 
 def _flags(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class WandbSink(_Tracker):
 
     Args:
         folder: the run folder; wandb writes its files to the subfolder wandb.
-        config: the settings of the run by section.
+        config: the settings of the run by section, without addresses.
         name: the name of this process's run, unless ``WANDB_NAME`` gives one.
         group: the group of the run's processes, unless ``WANDB_RUN_GROUP`` gives one.
 
@@ -211,7 +211,8 @@ class WandbSink(_Tracker):
         values: dict[str, Any] = dict(self._values(event))
         match event:
             case events.RunStarted():
-                self._run.config.update({"facts": {**event.facts, **event.details}}, allow_val_change=True)
+                # the details have addresses of all replicas
+                self._run.config.update({"facts": dict(event.facts)}, allow_val_change=True)
             case events.Evaluated():
                 values |= {"loss/heldout(perplexity)": event.perplexity, "loss/heldout(bits/byte)": event.bits_per_byte}
             case events.SampleGenerated():
