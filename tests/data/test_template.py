@@ -1,6 +1,9 @@
 """What a chat template writes around texts: the tokens that end an answer, and those that no text may write."""
 
+import resource
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -276,3 +279,61 @@ def test_the_page_shows_the_plain_template(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s"}, *asked("q", "a")["messages"]]
     assert copied.conversation(messages)[0].tokens.tolist() == plain.conversation(messages)[0].tokens.tolist()
     assert copied.prompt(messages[:-1]) == plain.prompt(messages[:-1])
+
+
+BOMBS = {
+    "product": "{{ 'a' * 10**9 }}",
+    "list": "{{ ([0] * 10**9) | length }}",
+    "filter": "{{ 'a' | center(10**9) }}",
+    "method": "{{ 'a'.rjust(10**9) }}",
+    "doubled": "{% set n = namespace(s='aaaa') %}{% for i in range(30) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "raised": "{{ raise_exception('a' * 10**9) }}",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_takes_no_more_memory_than_it_may(
+    bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr("diloco.data.limits.MAX_RENDER_BYTES", 256 << 20)
+    folder = write_tokenizer(tmp_path, template=BOMBS[bomb] + MESSAGE + "<|end|>" + ASK, tokens=ROLES)
+    with pytest.raises(ConfigurationError, match=r"chat template of .* needs more than 268 MB of memory"):
+        ChatTokenizer(str(folder))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+LOOPS = {
+    "nested": "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+    "macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_template_that_does_not_end_is_ended_also_in_a_thread(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.data.limits.MAX_RENDER_S", 0.2)
+    folder = write_tokenizer(tmp_path, template=LOOPS[loop] + MESSAGE + "<|end|>" + ASK, tokens=ROLES)
+    with pytest.raises(ConfigurationError, match=r"chat template of .* takes longer than 0\.2 s"):
+        ChatTokenizer(str(folder))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigurationError, match="takes longer"):
+        pool.submit(ChatTokenizer, str(folder)).result()
+
+
+def test_a_date_that_can_not_be_written_is_a_refusal_of_the_template(tmp_path: Path) -> None:
+    template = "{{ strftime_now('\0') }}" + MESSAGE + "<|end|>" + ASK
+    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path, template=template, tokens=ROLES)))
+    with pytest.raises(DataError, match=r"refused a conversation .*embedded null"):
+        tokenizer.prompt([{"role": "user", "content": "q"}])
+
+
+def test_a_long_reason_of_a_template_is_cut(tmp_path: Path) -> None:
+    template = (
+        "{% if messages | length == 1 %}{{ raise_exception('a' * 10**6) }}{% endif %}" + MESSAGE + "<|end|>" + ASK
+    )
+    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path, template=template, tokens=ROLES)))
+    with pytest.raises(DataError, match=r"refused a conversation") as caught:
+        tokenizer.prompt([{"role": "user", "content": "q"}])
+    assert len(str(caught.value)) < 1000

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from diloco.data.limits import limited
 from diloco.data.settings import TEMPLATES, DataSettings, template_file
 from diloco.data.source import Source, checked_text, warn_once
 from diloco.data.split import Split, document_key, suffices, whole_split
@@ -460,7 +461,9 @@ class ChatTokenizer(Tokenizer):
         if not template or not opening:
             return template
         try:
-            text = str(self._library.apply_chat_template(_SHORT, chat_template=template, tokenize=False))
+            text = str(self._rendered(template, _SHORT, tokenize=False))
+        except ConfigurationError:
+            raise
         except Exception:  # it may need more than this conversation has
             return template
         literal = json.dumps(opening, ensure_ascii=False)
@@ -617,7 +620,7 @@ class ChatTokenizer(Tokenizer):
                 "FILE.jinja is one of your own."
             )
         template = self._library.get_chat_template(tools=tools or None)
-        return _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
+        return _NOW.sub(_dated, template)
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, answer_next: bool = False) -> str:
         text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
@@ -626,12 +629,27 @@ class ChatTokenizer(Tokenizer):
     def _applied(self, messages: Sequence[Message], tools: Tools, **how: Any) -> Any:
         template = self._template_for(tools)
         try:
-            return self._library.apply_chat_template(messages, chat_template=template, tools=tools or None, **how)
+            return self._rendered(template, messages, tools=tools or None, **how)
+        except ConfigurationError:
+            raise
         except Exception as error:  # Jinja's errors, and whatever a template raises
+            roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
-                f"The chat template of {self._place} refused a conversation with the roles "
-                f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
+                f"The chat template of {self._place} refused a conversation with the roles {roles:.300}: "
+                f"{str(error).rstrip('.'):.300}."
             ) from error
+
+    def _rendered(self, template: str, messages: Sequence[Message], **how: Any) -> Any:
+        with limited(f"The chat template of {self._place} (or of --data.format)"):
+            return self._library.apply_chat_template(messages, chat_template=template, **how)
+
+
+def _dated(now: re.Match[str]) -> str:
+    """Return the one date in the form that a template asks for; what is no form stays, and the template is refused."""
+    try:
+        return repr(_DATE.strftime(now[2]))
+    except ValueError:
+        return now[0]
 
 
 def _read_template(file: Path, format: str) -> str:
