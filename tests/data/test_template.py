@@ -1,5 +1,6 @@
 """What a chat template writes around texts: the tokens that end an answer, and those that no text may write."""
 
+import json
 import resource
 import sys
 from collections.abc import Callable
@@ -322,11 +323,13 @@ def test_a_template_that_does_not_end_is_ended_also_in_a_thread(
         pool.submit(ChatTokenizer, str(folder)).result()
 
 
-def test_a_date_that_can_not_be_written_is_a_refusal_of_the_template(tmp_path: Path) -> None:
-    template = "{{ strftime_now('\0') }}" + MESSAGE + "<|end|>" + ASK
-    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path, template=template, tokens=ROLES)))
-    with pytest.raises(DataError, match=r"refused a conversation .*embedded null"):
-        tokenizer.prompt([{"role": "user", "content": "q"}])
+def test_a_date_that_is_no_text_is_a_refusal_of_the_template(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=None, tokens=ROLES)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('\ud800') }}" + MESSAGE + "<|end|>" + ASK
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"refused a conversation .*surrogates not allowed"):
+        ChatTokenizer(str(folder)).prompt([{"role": "user", "content": "q"}])
 
 
 def test_a_long_reason_of_a_template_is_cut(tmp_path: Path) -> None:
