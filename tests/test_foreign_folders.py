@@ -4,6 +4,8 @@ import ast
 import io
 import itertools
 import json
+import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,9 +20,9 @@ from torch import nn
 
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
-from diloco.data import DataSettings, make_tokenizer
+from diloco.data import MAX_TOKENIZER_BYTES, DataSettings, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
-from diloco.model import ModelSettings, build_language_model, stored_tensors
+from diloco.model import ModelSettings, base_card, build_language_model, stored_tensors
 from diloco.plugins import call
 from tests.cli.runs import SMALL, describe, refused, write_documents
 from tests.finetuning import write_base, write_tokenizer
@@ -317,3 +319,50 @@ def test_a_model_is_the_weights_that_its_digest_is_of_whatever_else_is_in_its_fo
     state = model.wrapped.state_dict()
     assert all(torch.equal(state[name], value) for name, value in stored_tensors(folder).items())
     assert not (folder / "ran").exists()
+
+
+def as_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_large(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)  # without blocks on the disk
+
+
+NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "words"),
+    [
+        *((as_fifo, name, "not a regular file|has no |no complete checkpoint") for name in NEEDED),
+        *((as_large, name, r"has more than [\d,]+ bytes") for name in NEEDED[:3]),
+        (as_large, "generation_config.json", r"has more than [\d,]+ bytes"),
+    ],
+)
+def test_a_file_that_never_ends_or_is_huge_is_refused_before_it_is_read(
+    change: Callable[[Path], None], name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_base(tmp_path / "base")
+    (folder / "generation_config.json").write_text("{}")
+    change(folder / name)
+    assert main(["generate", str(folder), "--chat", "--prompt", "q", "--tokens", "1", "--device", "cpu"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert re.search(words, said)
+    assert "Traceback" not in said
+
+
+def test_a_fifo_in_place_of_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "run.toml")
+    for command in ("train", "sweep --out a"):
+        assert "it is not a regular file" in refused([*command.split(), str(tmp_path / "run.toml")], capsys)
+
+
+def test_a_licence_that_is_no_text_is_left_out_of_a_card(tmp_path: Path) -> None:
+    folder = write_base(tmp_path / "base")
+    levels = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]  # 2 ** 39 items when printed
+    lines = ["---", "a0: &a0 [x]", *levels, "license: *a39", "---"]
+    (folder / "README.md").write_text("\n".join(lines))
+    assert base_card(ModelSettings(source=f"hf:{folder}")) == {"base_model": "base"}

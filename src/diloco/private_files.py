@@ -12,6 +12,9 @@ from typing import Any
 from diloco.errors import ConfigurationError
 
 MAX_BYTES = 1 << 16
+"""Of a file that is its owner's alone."""
+MAX_READ_BYTES = 1 << 26
+"""Of a file with settings, in a folder from elsewhere."""
 
 
 class NoPlace:
@@ -59,16 +62,27 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
     return system, path
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
     """Return the content of a file in a folder from elsewhere, where a FIFO would never end. A link is followed.
 
     Raises:
-        OSError: It can't be read, or is not a regular file.
+        OSError: It can't be read, is not a regular file, or is larger.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        _check(os.fstat(file.fileno()), path, max_bytes)
         return file.read()
+
+
+def check_regular(path: Path, max_bytes: int = MAX_READ_BYTES) -> None:
+    """Raise the errors of `read_regular` for a file that a library will read."""
+    _check(path.stat(), path, max_bytes)
+
+
+def _check(about: os.stat_result, path: Path, max_bytes: int) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if about.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
 
 
 def read_private(path: Path, what: str) -> bytes:

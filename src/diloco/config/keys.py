@@ -22,7 +22,7 @@ import msgspec
 from tyro.conf import Positional
 
 from diloco.errors import ConfigurationError
-from diloco.private_files import NO_PLACE
+from diloco.private_files import NO_PLACE, read_regular
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 from diloco.waiting import described
 
@@ -200,7 +200,7 @@ def read_toml(path: Path, settings_type: type) -> Values:
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the contents of a TOML file without conversion."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
+        text = read_regular(path).decode("utf-8-sig")  # editors of Windows write a byte order mark
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

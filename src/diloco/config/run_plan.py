@@ -27,9 +27,10 @@ from diloco.config.configuration import (
 )
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values, build, flatten, in_toml, keys_of, read_toml, to_toml
-from diloco.data import HUB_PREFIX, TOKENIZER_NAME
+from diloco.data import HUB_PREFIX, MAX_TOKENIZER_BYTES, TOKENIZER_NAME
 from diloco.errors import ConfigurationError
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
+from diloco.private_files import read_regular
 from diloco.train import notes, resolve
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _tokenizer_file(name: str) -> str | bytes:
     """Return what tells a tokenizer apart: the content of its file, or its name."""
     path = Path(name.removeprefix(HUB_PREFIX)).expanduser()
     path = path / TOKENIZER_NAME if path.is_dir() else path
-    return path.read_bytes() if path.is_file() else name
+    return read_regular(path, MAX_TOKENIZER_BYTES) if path.is_file() else name
 
 
 def compose_for_model(line: CommandLine) -> Configuration:

@@ -18,6 +18,7 @@ from .corpus import build_corpus as build_corpus
 from .corpus import corpus_vocabulary_size as corpus_vocabulary_size
 from .corpus import heldout_data as heldout_data
 from .settings import HUB_PREFIX as HUB_PREFIX
+from .settings import MAX_TOKENIZER_BYTES as MAX_TOKENIZER_BYTES
 from .settings import TOKENIZER_NAME as TOKENIZER_NAME
 from .settings import DataSettings as DataSettings
 from .settings import template_file as template_file

@@ -15,6 +15,8 @@ from diloco.errors import ConfigurationError, nearest
 from diloco.private_files import NO_PLACE, check_url
 
 TOKENIZER_NAME = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 1 << 28
+"""Of each file of a tokenizer. Those of a million tokens have 70 MB."""
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 

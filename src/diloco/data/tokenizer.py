@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.data.settings import HUB_PREFIX, TOKENIZER_NAME, DataSettings
+from diloco.data.settings import HUB_PREFIX, MAX_TOKENIZER_BYTES, TOKENIZER_NAME, DataSettings
 from diloco.data.source import FROM_HUB, as_data_error
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
-from diloco.private_files import read_regular
+from diloco.private_files import check_regular, read_regular
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
@@ -498,7 +498,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes."""
     file = path / TOKENIZER_NAME if path.is_dir() else path
     try:
-        content = read_regular(file).decode("utf-8-sig")
+        content = read_regular(file, MAX_TOKENIZER_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(f"{file} can't be read: {error}.") from error
     tokenizer = Tokenizer(content, eos=stored_end(file.parent), source=str(file))
@@ -527,6 +527,13 @@ def library_tokenizer(place: str, extra: str, needs: str) -> Any:
     with from_extra(extra, needs):
         from transformers import AutoTokenizer
     folder = tokenizer_folder(place)
+    for path in (*(folder / name for name in (*_VOCABULARIES, *_BESIDE)), *folder.glob("*/*.jinja")):
+        try:
+            check_regular(path, MAX_TOKENIZER_BYTES)
+        except (FileNotFoundError, NotADirectoryError):  # a folder has some of them, and a file alone none
+            continue
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error}.") from error
     with as_data_error(f"The tokenizer of {place}", f"A folder with a {TOKENIZER_NAME} needs no conversion."):
         library: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         library.backend_tokenizer.to_str()

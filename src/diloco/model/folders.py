@@ -10,6 +10,7 @@ round-off that grows with the position. Pickles are never read.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,7 @@ from torch import Tensor
 from diloco.checkpoint import Lazy
 from diloco.errors import CheckpointError, from_extra
 from diloco.model.settings import DecoderSettings
-from diloco.private_files import read_regular
+from diloco.private_files import check_regular, read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -154,6 +155,7 @@ def tensors_in(files: Sequence[Path]) -> Mapping[str, Tensor]:
     places: dict[str, tuple[Path, str]] = {}
     for path in files:
         try:
+            check_regular(path, sys.maxsize)
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a dict
                     if name in places:

@@ -38,6 +38,7 @@ from diloco.model.folders import (
 from diloco.model.language_model import LanguageModel, LossParts, build_language_model
 from diloco.model.settings import HuggingFaceSettings, ModelSettings
 from diloco.model.transformer import block_mask, boolean_mask
+from diloco.private_files import check_regular
 from diloco.transport import ReplicaGroup
 from diloco.units import diff
 from diloco.waiting import fetching
@@ -341,11 +342,12 @@ def base_card(settings: ModelSettings) -> dict[str, str]:
         else:
             file = try_to_load_from_cache(name, CARD_NAME, revision=revision)  # fetched with the configuration
         if isinstance(file, str | Path) and Path(file).is_file():
+            check_regular(Path(file))
             card = metadata_load(file) or card
     except Exception as error:  # of YAML, which anybody may have written: the model can be used without
         _log.info("The card of %s can't be read: %r", name, error)
     stated = {key: (card or {}).get(key) for key in ("license", "license_name", "license_link")}
-    words = {key: str(value) for key, value in stated.items() if re.fullmatch(r"[\w.:/+-]+", str(value or ""))}
+    words = {k: value for k, value in stated.items() if isinstance(value, str) and re.fullmatch(r"[\w.:/+-]+", value)}
     return {"base_model": name, **words}
 
 

@@ -15,6 +15,7 @@ import json
 import operator
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
         OSError: if the file cannot be read.
     """
     records: list[dict[str, Any]] = []
-    lines = read_regular(path).split(b"\n")
+    lines = read_regular(path, sys.maxsize).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete or empty
         try:
             record = json.loads(line)

@@ -85,8 +85,8 @@ class Trained:
     def has_template(self) -> bool:
         """Whether its tokenizer has a chat template."""
         folder, name = self._tokenizer_folder, "tokenizer_config.json"
-        stored = (folder / name).read_text("utf-8", errors="replace") if (folder / name).is_file() else ""
-        return (folder / "chat_template.jinja").is_file() or '"chat_template"' in stored
+        stored = read_json(folder / name) if (folder / name).is_file() else {}
+        return (folder / "chat_template.jinja").is_file() or "chat_template" in stored
 
     def chat_tokenizer(self, format: str = "chat") -> ChatTokenizer:
         """Return its tokenizer with the chat template, or another one, as `DataSettings.format` names it."""
