@@ -129,9 +129,9 @@ def change(folder: Path, **members: object) -> None:
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | members))
 
 
-def make_fifo(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 DAMAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
@@ -141,7 +141,8 @@ DAMAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
     (lambda path: change(path, train=None), "cannot be read"),
     (lambda path: change(path, vocab_size=float("inf")), "cannot be read"),
     (lambda path: change(path, made=3), "cannot be read"),
-    (make_fifo, "holds no files to read"),
+    (lambda path: make_fifo(path / "manifest.json"), "holds no files to read"),
+    (lambda path: make_fifo(path / "heldout-00000.bytes"), "not a regular file"),
 )
 
 

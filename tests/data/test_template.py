@@ -282,6 +282,7 @@ def test_the_page_shows_the_plain_template(tmp_path: Path) -> None:
     assert copied.prompt(messages[:-1]) == plain.prompt(messages[:-1])
 
 
+CHAT = sys.modules[ChatTokenizer.__module__]
 BOMBS = {
     "product": "{{ 'a' * 10**9 }}",
     "list": "{{ ([0] * 10**9) | length }}",
@@ -298,7 +299,7 @@ def test_a_template_takes_no_more_memory_than_it_may(
     bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    monkeypatch.setattr("diloco.data.limits.MAX_RENDER_BYTES", 256 << 20)
+    monkeypatch.setattr(CHAT, "MAX_RENDER_BYTES", 256 << 20)
     folder = write_tokenizer(tmp_path, template=BOMBS[bomb] + MESSAGE + "<|end|>" + ASK, tokens=ROLES)
     with pytest.raises(ConfigurationError, match=r"chat template of .* needs more than 268 MB of memory"):
         ChatTokenizer(str(folder))
@@ -315,7 +316,7 @@ LOOPS = {
 def test_a_template_that_does_not_end_is_ended_also_in_a_thread(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.data.limits.MAX_RENDER_S", 0.2)
+    monkeypatch.setattr(CHAT, "MAX_RENDER_S", 0.2)
     folder = write_tokenizer(tmp_path, template=LOOPS[loop] + MESSAGE + "<|end|>" + ASK, tokens=ROLES)
     with pytest.raises(ConfigurationError, match=r"chat template of .* takes longer than 0\.2 s"):
         ChatTokenizer(str(folder))

@@ -38,6 +38,9 @@ _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no exampl
 _SHORT: Sequence[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 """A conversation that every template renders."""
 
+MAX_RENDER_S, MAX_RENDER_BYTES = 60.0, 2 << 30
+"""What the chat template may take for a conversation: time, which is usually a millisecond, and memory."""
+
 _NOTES = {
     "cut": "cut at {length} tokens",
     "unanswered": "left out because they have no answer to learn, or none before the cut",
@@ -640,7 +643,7 @@ class ChatTokenizer(Tokenizer):
             ) from error
 
     def _rendered(self, template: str, messages: Sequence[Message], **how: Any) -> Any:
-        with limited(f"The chat template of {self._place} (or of --data.format)"):
+        with limited(f"The chat template of {self._place} (or of --data.format)", MAX_RENDER_S, MAX_RENDER_BYTES):
             return self._library.apply_chat_template(messages, chat_template=template, **how)
 
 

@@ -16,17 +16,12 @@ from pathlib import Path
 from diloco.errors import ConfigurationError
 from diloco.units import format_bytes
 
-MAX_RENDER_S = 60.0
-"""The longest rendering of a conversation. Usual ones take a millisecond."""
-MAX_RENDER_BYTES = 2 << 30
-"""The most memory that rendering may take in addition to that of the process. Linux alone keeps it."""
-
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def limited(what: str) -> Iterator[None]:
-    """Limit the time and memory that the body takes, in this thread.
+def limited(what: str, max_s: float, max_bytes: int) -> Iterator[None]:
+    """Limit the time that the body takes in this thread and, on Linux, the memory that the process takes for it.
 
     A single operation that takes long, such as a power of large numbers, ends before it is noticed.
 
@@ -34,19 +29,17 @@ def limited(what: str) -> Iterator[None]:
         ConfigurationError: ``what`` takes more.
     """
     try:
-        with _ONE_AT_A_TIME, _limited_memory(), _limited_time():
+        with _ONE_AT_A_TIME, _limited_memory(max_bytes), _limited_time(max_s):
             yield
     except MemoryError as error:
-        more = f"needs more than {format_bytes(MAX_RENDER_BYTES)} of memory for a conversation"
+        more = f"needs more than {format_bytes(max_bytes)} of memory for a conversation"
         raise ConfigurationError(f"{what} {more}. Use another.") from error
     except TimeoutError as error:
-        raise ConfigurationError(
-            f"{what} takes longer than {MAX_RENDER_S:g} s for a conversation. Use another."
-        ) from error
+        raise ConfigurationError(f"{what} takes longer than {max_s:g} s for a conversation. Use another.") from error
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
+def _limited_time(max_s: float) -> Iterator[None]:
     """Raise `TimeoutError` in this thread when the time is over; no signal, which only the main thread could have."""
     thread, lock, is_done = threading.get_ident(), threading.Lock(), False
 
@@ -55,7 +48,7 @@ def _limited_time() -> Iterator[None]:
             if not is_done:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 
-    timer = threading.Timer(MAX_RENDER_S, interrupt)
+    timer = threading.Timer(max_s, interrupt)
     timer.daemon = True
     timer.start()
     try:
@@ -67,8 +60,8 @@ def _limited_time() -> Iterator[None]:
 
 
 @contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Limit the address space of the process to what it has and `MAX_RENDER_BYTES` more."""
+def _limited_memory(max_bytes: int) -> Iterator[None]:
+    """Limit the address space of the process to what it has and ``max_bytes`` more."""
     if sys.platform != "linux":
         yield
         return
@@ -76,7 +69,7 @@ def _limited_memory() -> Iterator[None]:
 
     before, highest = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MAX_RENDER_BYTES
+    limit = pages * resource.getpagesize() + max_bytes
     if before != resource.RLIM_INFINITY:
         limit = min(limit, before)
     resource.setrlimit(resource.RLIMIT_AS, (limit, highest))

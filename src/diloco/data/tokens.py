@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from diloco.data.source import Source
 from diloco.data.split import Split, survey
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, smallest_dtype
 from diloco.errors import ConfigurationError, DataError
-from diloco.private_files import read_regular
+from diloco.private_files import check_regular, read_regular
 from diloco.units import diff
 
 
@@ -199,7 +200,9 @@ class TokenFolder:
             return PackedTokens([np.zeros(0, dtype)], str(about["digest"]), vocab_size=self.vocab_size)
         tokens, byte_counts = np.memmap(file, dtype=dtype, mode="r"), None
         if name == "heldout":
-            byte_counts = [np.memmap(file.with_suffix(".bytes"), dtype="<u4", mode="r", shape=tokens.shape)]
+            counts = file.with_suffix(".bytes")
+            check_regular(counts, sys.maxsize)
+            byte_counts = [np.memmap(counts, dtype="<u4", mode="r", shape=tokens.shape)]
         return PackedTokens(
             [tokens],
             str(about["digest"]),
