@@ -111,6 +111,28 @@ def test_a_few_conversations_and_a_model_of_few_positions_are_enough_and_each_is
     assert f"{sum(n % 7 + 2 for n in range(number)):,}" in told, "every answer and its end"
 
 
+@pytest.mark.parametrize(
+    ("flags", "batch_size", "steps"),
+    [
+        ("", 3, 3),
+        ("--replicas 2", 1, 5),
+        ("--replicas 4", 1, 3),
+        ("--train.gradient-accumulation 2", 4, 3),
+        ("--batch-size 8", 8, 2),
+        ("--steps 7", 8, 7),
+    ],
+)
+def test_the_usual_batch_holds_no_row_twice(
+    flags: str, batch_size: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_base(tmp_path / "base")
+    records = [asked(f"{n}?", "a") for n in range(4)]  # of which one is held out
+    data = write_records(tmp_path / "data.jsonl", records)
+    words = f"finetune {base} --data {data} --data.packing single --inner-steps 1 --device cpu --sequence-length 64"
+    train = planned(f"{words} {flags}", capsys).train
+    assert (train.batch_size, train.steps) == (batch_size, steps)
+
+
 def test_a_conversation_line_by_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

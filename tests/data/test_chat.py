@@ -284,15 +284,18 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         asked("q" * 70, "too late"),
         asked(f"{SPECIAL[2]} in a question", "1"),
         {"messages": [{"role": "user", "content": "no answer"}]},
+        {"messages": [answer("no question")]},
+        {"messages": [answer("no question"), *said("q", "a")["messages"]]},
     ]
     told = build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records)), 64).facts["data"]
-    unanswered = "2 left out because they have no answer to learn, or none before the cut"
+    unanswered = "3 left out because they have no answer to learn, or none before the cut"
     special = "1 left out because their text contains a special token"
     assert all(words in told for words in ("conversations in", "1 cut at 64 tokens", unanswered, special))
+    assert "not every answer counts" not in told
     with pytest.raises(
-        DataError, match=r"Of 2 conversations none can be used \(1 left out because they have no answer"
+        DataError, match=r"Of 3 conversations none can be used \(2 left out because they have no answer"
     ):
-        build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[-2:])), 64)
+        build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[-4:-1])), 64)
 
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from diloco.data import DataSettings, Source
 from diloco.errors import DataError
@@ -25,6 +26,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
+    ".zst": zstandard.compress,
 }
 
 

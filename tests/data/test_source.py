@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import zstandard
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from diloco.data import DataSettings, Source, build_corpus
@@ -49,7 +51,12 @@ def documents_of(*places: Any, **settings: Any) -> list[str]:
     return list(Source(DataSettings(paths=tuple(map(str, places)), **settings)).documents())
 
 
-COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 PACKED = (("a.jsonl", BOM + LINES, READ), ("a.json", INDENTED, READ), ("a.txt", b"one", ["one"]))
 FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "lines": ("a.jsonl", LINES, READ),
@@ -68,6 +75,7 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
         for name, content, documents in PACKED
     },
     "two members": ("a.jsonl.gz", gzip.compress(LINES[:16]) + gzip.compress(LINES[16:]), READ),
+    "two frames": ("a.jsonl.zst", zstandard.compress(LINES[:16]) + zstandard.compress(LINES[16:]), READ),
 }
 
 
@@ -88,11 +96,16 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "zip": ("a.zip", b"PK\3\4\0\0", "Unpack an archive"),
     "parquet by another name": ("a.txt", b"PAR1\x15\0", "give a table the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
+    "cut zstandard": ("a.jsonl.zst", zstandard.compress(LINES)[:-3], CUT_OFF),
+    "zstandard, damaged": ("a.jsonl.zst", b"(\xb5/\xfd" + bytes(range(99)), "cannot be read: ZstdError"),
     "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read"),
     "empty": ("a.jsonl", b"", "holds no text"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
-    "null": ("a.jsonl", b'{"text": "one"}\n{"text": null}\n', ":2: the field 'text' holds NoneType"),
+    "nothing but null": ("a.jsonl", b'{"text": null}\n', "holds no text"),
+    "lines of UTF-16": ("a.jsonl", LINES.decode().encode("utf-16"), ":1 holds zero bytes.*Convert UTF-16"),
+    "table": ("a.csv", b"text,label\none,1\n", "as --data hf:FOLDER"),
+    "packed table": ("a.tsv.gz", gzip.compress(b"text\none\n"), "as --data hf:FOLDER"),
     "number in an array": ("a.json", b'[{"text": "one"}, {"text": 3}]', ", record 1: the field 'text' holds int"),
     "half of a pair": ("a.jsonl", b'{"text": "\\ud800"}', ":1: the field 'text' holds half of a surrogate pair"),
     "a conversation": (
@@ -102,8 +115,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "no field": ("a.jsonl", b'{"text": "one"}\n{"txt": 1}\n', ":2 has no field 'text' .*did you mean 'txt'"),
     "broken": ("a.jsonl", b'{"text": "one"}\n{"text": \n', ":2 is not JSON"),
-    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', ":1 is not JSON: .*can't decode byte 0xff"),
-    "null in parquet": ("a.parquet", b"", ", row 1: the field 'text' holds NoneType"),
+    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', ":1 cannot be read as UTF-8: .*can't decode byte 0xff.*iconv"),
+    "a number in parquet": ("a.parquet", b"", ", row 0: the field 'text' holds int"),
     "missing": ("a.jsonl", lambda path: None, "does not exist"),
     "link to nothing": ("a.jsonl", lambda path: path.symlink_to("absent"), "does not exist"),
     "pipe": ("a.jsonl", os.mkfifo, "is a pipe, socket or device"),
@@ -119,9 +132,25 @@ def test_what_cannot_be_read_is_named_with_its_place_and_cause(tmp_path: Path, k
     if callable(content):
         content(path)
     else:
-        write(path, content or (b"" if name == "a.jsonl" else in_parquet(text=["one", None])))
+        write(path, content or (b"" if name == "a.jsonl" else in_parquet(text=[3])))
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         documents_of(path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_null_is_left_out_as_an_empty_text_is_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    lines = [{"text": "one"}, {"text": None}, {"text": ""}, {"text": None}, {"text": "two"}]
+    write(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    write(tmp_path / "b.parquet", in_parquet(text=["three", None]))
+    source = Source(DataSettings(paths=(str(tmp_path),), streaming=streaming))
+    if streaming:
+        assert [row["text"] for row in source.stream() if row["text"]] == ["one", "two", "three"]
+    else:
+        assert list(source.documents()) == ["one", "two", "three"]
+    assert caplog.text.count("is null") == 1
+    assert f"{tmp_path / 'a.jsonl'}:2: the field 'text' is null" in caplog.text
 
 
 def test_a_folder_that_can_not_be_listed_is_named(

@@ -155,6 +155,7 @@ SHOWN = {
     "data.tokenizer": "that of the model",
     "optimizer.learning_rate": "0.0002, or 2e-05 with --lora-rank 0",
     "train.steps": "from --epochs and the data",
+    "train.batch_size": "8, or fewer if there are fewer rows",
     "sync.inner_steps": "a tenth of the steps, at most 20",
     "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
 }
@@ -210,11 +211,20 @@ def run_finetune(arguments: Sequence[str]) -> int:
             )
         corpus = build_corpus(asked.data, length := asked.train.sequence_length)
         rows = corpus.train.num_windows(length)
-        sequences = asked.train.batch_size * asked.network.replicas
+        batch_size = values.setdefault("train.batch_size", _usual_batch(asked, rows))
+        sequences = batch_size * asked.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
         values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
     return run_line(line, typed, corpus)
+
+
+def _usual_batch(asked: Configuration, rows: int) -> int:
+    """Return the preset's batch size, or less if there are fewer rows: one that is twice in a step teaches no more."""
+    train, network = asked.train, asked.network
+    smallest = max(network.replica_size, train.gradient_accumulation)
+    size = max(smallest, min(train.batch_size, rows // network.replicas))
+    return math.ceil(size / train.gradient_accumulation) * train.gradient_accumulation
 
 
 def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = None) -> int:

@@ -539,9 +539,10 @@ class ChatTokenizer(Tokenizer):
         """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
         The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
-        the conversation up to it. If the template marks answers itself (``{% generation %}``), only what it marks
-        counts. If the end of the prompt (``<think>``) is missing before an answer, the answer runs from where it
-        differs from the prompt. ``learned`` says for each message whether it counts, if it is an answer.
+        the conversation up to it. One that opens the conversation has no prompt, and doesn't count. If the template
+        marks answers itself (``{% generation %}``), only what it marks counts. If the end of the prompt (``<think>``)
+        is missing before an answer, the answer runs from where it differs from the prompt. ``learned`` says for each
+        message whether it counts, if it is an answer.
 
         An end-of-document token is added behind the last answer if the template writes no token there that ends it.
 
@@ -564,6 +565,8 @@ class ChatTokenizer(Tokenizer):
             if chosen == answers:
                 chosen, counted = [], marked.copy()
         for number in chosen:
+            if number == 0:
+                continue  # nothing comes before it that a model could be asked with
             span = self._span(messages, number, whole, tools)
             if span is not None:
                 counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
+import zstandard
 
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
@@ -73,7 +74,7 @@ class Source:
     """
 
     def __init__(self, settings: DataSettings) -> None:
-        self.settings = settings
+        self.settings, self._has_nulls = settings, False
         self.parts: list[File | StandardLibrary | DataSet] = [] if settings.paths else [StandardLibrary()]
         suffixes = RECORD_SUFFIXES if settings.chat else RECORD_SUFFIXES | DOCUMENT_SUFFIXES
         for place in settings.paths:
@@ -119,6 +120,11 @@ class Source:
                     "conversations, and `diloco evaluate` measures its runs on them."
                 )
             raise DataError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
+        if content[field] is None:
+            if not self._has_nulls:
+                self._has_nulls = True
+                warn_once(f"{place}: the field {field!r} is null. Such records are left out, as empty ones are.")
+            return ""
         return checked_text(content[field], place, field)
 
     def stream(self) -> Any:
@@ -390,11 +396,22 @@ def _read_document(file: Any, name: str) -> Iterator[Row]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name} cannot be read as UTF-8: {error}. Convert a text of another encoding (iconv -f latin1 -t utf-8); "
-            "leave out what is not text."
-        ) from error
+        raise _not_utf8(name, error) from error
     yield name, text
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{place} cannot be read as UTF-8: {error}. Convert a text of another encoding (iconv -f latin1 -t utf-8); "
+        "leave out what is not text."
+    )
+
+
+def _refuse_table(file: Any, name: str) -> Iterator[Row]:
+    raise DataError(
+        f"{name} is a table that is not read as a file. Give the folder of a .csv, .tsv or .arrow as --data hf:FOLDER, "
+        "which datasets reads, and write others as .jsonl or .parquet."
+    )
 
 
 def _read_whole(file: Any, name: str) -> bytearray:
@@ -430,8 +447,12 @@ def _read_lines(file: Any, name: str) -> Iterator[Row]:
                 "text into several records."
             )
         if line.strip():
+            if b"\0" in line:
+                raise DataError(f"{name}:{number} holds zero bytes, which are no JSON. Convert UTF-16 to UTF-8.")
             try:
                 record = json.loads(line)  # a byte order mark may begin any line of files that were joined
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{name}:{number}", error) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{name}:{number} is not JSON: {error}.") from error
             yield _record(f"{name}:{number}", record)
@@ -472,13 +493,45 @@ _READ: dict[str, Callable[[Any, str], Iterator[Row]]] = {
     **dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _read_lines),
     ".json": _read_json,
     ".parquet": _read_parquet,
+    **dict.fromkeys((".csv", ".tsv", ".arrow", ".feather", ".orc", ".xlsx"), _refuse_table),
 }
 """Suffix -> what reads the records of a file. Every other file is one document."""
+
+_ZSTANDARD_BYTES = 1 << 11
+"""How much is unpacked at once: at most 32,768 times this."""
+
+
+class _ZstandardFile(io.RawIOBase):
+    """What a file of zstandard frames unpacks to. Unlike the library's own reader it notices a file that was cut."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._frame = file, zstandard.ZstdDecompressor().decompressobj()
+        self._packed, self._unpacked, self._is_inside = b"", memoryview(b""), False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            packed = self._packed or self._file.read(_ZSTANDARD_BYTES)
+            if not packed:
+                if self._is_inside:
+                    raise EOFError("Compressed file ended before the end of a frame was reached")
+                return 0
+            self._unpacked = memoryview(self._frame.decompress(packed))
+            self._packed, self._is_inside = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
+        return count
+
 
 _UNPACK: dict[str, Callable[[Any], Any]] = {
     "": lambda file: file,
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
+    ".zst": lambda file: io.BufferedReader(_ZstandardFile(file)),
 }
 """The suffix of a compressed file -> what decompresses it."""
