@@ -56,7 +56,10 @@ def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
     return build(Configuration, typed_values(tomllib.loads(text), Configuration, "stdout"))
 
 
-@pytest.mark.parametrize("flags", ["--lora-rank 0 --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--lora-rank 0 --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3", "--lora-rank 0 --steps 30 --data.local"],
+)
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,9 +74,11 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     for settings in (began, resumed):
         told = join_command(settings, tmp_path)
         assert told.startswith("diloco train --preset finetune ")
-        assert "--model hf:base --data data.jsonl --transport swarm --run 'a b'" in told
+        data = "" if settings.data.local else "--data data.jsonl "
+        assert f"--model hf:base {data}--transport swarm --run 'a b'" in told
         assert len(told) < 190
-        joining = planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), capsys)
+        own_data = " --data data.jsonl" if settings.data.local else ""
+        joining = planned(f"{told}{own_data} --join /ip4/1/p2p/Qm".removeprefix("diloco "), capsys)
         assert flatten(joining) | own == flatten(began) | own
 
 

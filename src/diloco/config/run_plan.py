@@ -315,8 +315,10 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     goal = flatten(configuration)
     private = {*filter(_is_private, goal)}
     usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
+    own: Values = {}  # what each replica has of its own: resolved with it, but not printed
     if configuration.data.local:
         private.add("data.paths")
+        own = {"data.paths": goal["data.paths"]}
     values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] and name not in private}
     if configuration.preset != Configuration.preset:
         values = {"preset": configuration.preset, **values}
@@ -324,7 +326,7 @@ def join_command(configuration: Configuration, folder: Path) -> str:
         values["train.steps"] = goal["train.steps"]
     with contextlib.suppress(ConfigurationError):  # such as a list that is empty
         for _ in range(3):  # what was set may change what follows
-            settings = flatten(_resolved(_with_absolute_paths(compose_for_model(CommandLine(values=values)))))
+            settings = flatten(_resolved(_with_absolute_paths(compose_for_model(CommandLine(values=values | own)))))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
             if not other:
                 text = command_text("train", flags=_flags(values))
