@@ -58,7 +58,11 @@ def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
 
 @pytest.mark.parametrize(
     "flags",
-    ["--lora-rank 0 --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3", "--lora-rank 0 --steps 30 --data.local"],
+    [
+        "--lora-rank 0 --epochs 2",
+        "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3",
+        "--lora-rank 0 --steps 30 --data.local",
+    ],
 )
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
