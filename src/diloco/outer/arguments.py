@@ -1,4 +1,4 @@
-"""The arguments of `DiLoCo`, which its signature lists once: their checks, and what replicas compare of them.
+"""The arguments of `DiLoCo`: their defaults and checks, and what replicas compare of them.
 
 The annotation of an argument says its type, its range, and whether it must be the same on all replicas (`Shared`) and
 in a run that goes on from a saved state (`Saved`).
@@ -7,22 +7,29 @@ in a run that goes on from a saved state (`Saved`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 import xxhash
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
     AlphaMerge,
     AverageRule,
     Codec,
+    FragmentLayout,
     MergeRule,
     Nesterov,
     OuterOptimizer,
@@ -42,8 +49,10 @@ from diloco.algorithm import (
     trainable_parameters,
 )
 from diloco.errors import ConfigurationError, ContractError
+from diloco.events import Event
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
+from diloco.transport import Transport
 
 T = TypeVar("T")
 Shared = Annotated[T, "shared"]
@@ -68,30 +77,67 @@ _CONTRACTS: Mapping[type, Callable[[Any], object]] = {
 """The components that users may write, and the check of each against its contract."""
 
 
-def _hints(*, extras: bool = False) -> dict[str, Any]:
-    from diloco.outer.diloco import DiLoCo  # which imports this module
+@dataclass(frozen=True)
+class _Given:
+    """A mark of an argument that may be given in another form, or as None for what follows from the others."""
 
-    return get_type_hints(DiLoCo.__init__, include_extras=extras)
+    kind: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arguments:
+    """The arguments of `DiLoCo`, which describes them, with their defaults."""
+
+    model: nn.Module
+    inner_optimizer: Optimizer | Sequence[Optimizer] = ()
+    transport: Transport | None = None
+    schedule: Annotated[Saved[SyncSchedule], _Given(SyncSchedule | None)]
+    fragments: Annotated[tuple[FragmentLayout, ...], _Given(Sequence[FragmentLayout] | None)]
+    outer_optimizer: Annotated[Shared[OuterOptimizer], _Given(OuterOptimizer | None)]
+    merge: Annotated[Saved[MergeRule], _Given(MergeRule | None)]
+    codec: Annotated[Saved[Codec], _Given(Codec | str)]
+    error_feedback: Annotated[Saved[bool | float], Meta(ge=0, le=1)]
+    global_device: torch.device | str | None = None
+    weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=GREATEST_WEIGHT)] = 1.0
+    max_norm: Annotated[Shared[float | None], Meta(gt=0)]
+    average: Shared[AverageRule | None]
+    isotropic: Shared[bool]
+    mean_codec: Shared[Codec | str]
+    on_event: Callable[[Event], None] | None = None
+    compare_arguments: bool = True
+    compare_weights: bool = True
+
+
+@functools.cache
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(Arguments, include_extras=True)
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` unless arguments of `DiLoCo` have the types of its signature and are in range.
+    """Raise `ConfigurationError` unless arguments of `DiLoCo` have the types of `Arguments` and are in range.
 
     A component that is not this package's own must keep its contract, else it is a `ContractError`.
     """
-    hints, ranges = _hints(), _hints(extras=True)
-    for name in sorted(arguments.keys() & hints.keys()):
-        value = arguments[name]
-        if not _fits(value, hints[name]):
-            kind = re.sub(r"\w+\.", "", inspect.formatannotation(hints[name]))
-            raise ConfigurationError(f"{name} must be {kind}, got {_shown(value)}.")
-        check_range(name, float(value) if isinstance(value, bool) else value, ranges[name])
+    for name in sorted(arguments.keys() & _hints().keys()):
+        value, hint = arguments[name], _hints()[name]
+        marks = getattr(hint, "__metadata__", ())
+        kind = getattr(hint, "__origin__", hint) if marks else hint
+        kind = next((mark.kind for mark in marks if isinstance(mark, _Given)), kind)
+        check_kind(name, value, kind)
+        check_range(name, float(value) if isinstance(value, bool) else value, hint)
         for contract, check in _CONTRACTS.items():
             if isinstance(value, contract) and not type(value).__module__.startswith("diloco."):
                 try:
                     check(value)
                 except ContractError as error:
                     raise ContractError(f"{name} can't be used: {error}") from error
+
+
+def check_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise `ConfigurationError` unless an argument has a type, as it stands in an annotation."""
+    if not _fits(value, kind):
+        shown = re.sub(r"\w+\.", "", inspect.formatannotation(kind))
+        raise ConfigurationError(f"{name} must be {shown}, got {_shown(value)}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -116,35 +162,33 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
 
 
-def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DiLoCo` with their defaults, of which some follow from others."""
-    check_kinds(arguments)
-    schedule = arguments["schedule"] or SyncSchedule(inner_steps=100)
-    layouts = tuple(arguments["fragments"] or partition(model, num_fragments=schedule.num_fragments))
-    codec, mean = arguments["codec"], arguments["mean_codec"]
-    return {
-        **arguments,
+def complete(**given: Any) -> Arguments:
+    """Return arguments as given to `DiLoCo` with their defaults, of which some follow from others."""
+    check_kinds(given)
+    schedule = given["schedule"] or SyncSchedule(inner_steps=100)
+    layouts = tuple(given["fragments"] or partition(given["model"], num_fragments=schedule.num_fragments))
+    codec, mean = given["codec"], given["mean_codec"]
+    completed = {
         "schedule": schedule,
         "fragments": layouts,
-        "outer_optimizer": arguments["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
-        "merge": arguments["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
+        "outer_optimizer": given["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
+        "merge": given["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
         "codec": make_codec(codec) if isinstance(codec, str) else codec,
         "mean_codec": make_codec(mean) if isinstance(mean, str) and mean != "auto" else mean,
     }
+    return Arguments(**given | completed)
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` unless the completed arguments of `DiLoCo` work together."""
-    model, schedule, fragments, merge, average = (
-        arguments[name] for name in ("model", "schedule", "fragments", "merge", "average")
-    )
-    codec = arguments["codec"]
-    if codec.needs_error_feedback and not arguments["error_feedback"]:
+def check_arguments(arguments: Arguments) -> None:
+    """Raise `ConfigurationError` unless the arguments of `DiLoCo` work together."""
+    model, schedule, fragments = arguments.model, arguments.schedule, arguments.fragments
+    merge, average, codec = arguments.merge, arguments.average, arguments.codec
+    if codec.needs_error_feedback and not arguments.error_feedback:
         raise ConfigurationError(
             f"codec={codec.name!r} leaves out much of a pseudo-gradient, which is lost without error feedback, but "
-            f"error_feedback is {arguments['error_feedback']!r}. Use error_feedback=1.0, or another codec."
+            f"error_feedback is {arguments.error_feedback!r}. Use error_feedback=1.0, or another codec."
         )
-    mean = arguments["mean_codec"]
+    mean = arguments.mean_codec
     if isinstance(mean, Codec) and mean.needs_error_feedback:
         raise ConfigurationError(
             f"mean_codec={mean.name!r} leaves out much of what it encodes, and means have no error feedback. Use "
@@ -153,7 +197,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
     check_buffers(model)
-    inner = arguments["inner_optimizer"]
+    inner = arguments.inner_optimizer
     groups = [group for each in (inner if isinstance(inner, Sequence) else [inner]) for group in each.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     if left_out := [name for name, parameter in trainable.items() if id(parameter) not in held]:
@@ -169,17 +213,18 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             "without a device_map, or with one that puts them on one device. Frozen ones may be anywhere."
         )
     for module in model.modules():
+        strategy: Any = getattr(module, "sharding_strategy", None)
         # known by name, since importing FSDP is slow
-        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":
+        if type(module).__name__ == "FullyShardedDataParallel" and strategy.name != "NO_SHARD":
             raise ConfigurationError(
                 "FullyShardedDataParallel (FSDP1) shards parameters over ranks without DTensors, which can't be "
                 "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
             )
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
-    whole = "max_norm" if arguments["max_norm"] is not None else ""  # which no rank can take of a shard
+    whole = "max_norm" if arguments.max_norm is not None else ""  # which no rank can take of a shard
     if average is not None and not average.elementwise:
         whole = _described(average)
-    if arguments["isotropic"] and not hidden_matrices(model):
+    if arguments.isotropic and not hidden_matrices(model):
         raise ConfigurationError(
             "isotropic=True needs hidden matrices, but this model has none besides its embeddings and head. Omit it."
         )
@@ -201,20 +246,21 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
-    """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
+def argument_facts(arguments: Arguments, kind: str = "shared") -> dict[str, str]:
+    """Return what replicas compare of the arguments of `DiLoCo`, as name -> text.
 
     ``kind`` "saved": only what a saved state and the run that loads it must share.
     """
-    names = [name for name, hint in _hints(extras=True).items() if kind in getattr(hint, "__metadata__", ())]
-    facts = {name.replace("_", " "): _described(arguments[name]) for name in names}
+    model = arguments.model
+    names = [name for name, hint in _hints().items() if kind in getattr(hint, "__metadata__", ())]
+    facts = {name.replace("_", " "): _described(getattr(arguments, name)) for name in names}
     if kind == "saved":  # a run may go on with another learning rate
-        facts["outer optimizer"] = type(arguments["outer_optimizer"]).__name__
+        facts["outer optimizer"] = type(arguments.outer_optimizer).__name__
     else:
-        codes = {f"code of {name}": code_digest(arguments[name]) for name in names}
+        codes = {f"code of {name}": code_digest(getattr(arguments, name)) for name in names}
         facts |= {name: code for name, code in codes.items() if code}
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
+    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments.fragments}
     if len(fragments) > _MAX_FRAGMENTS or sum(map(len, fragments.values())) > _MAX_FRAGMENT_CHARACTERS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})

@@ -8,17 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
 import xxhash
-from msgspec import Meta
 from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
-    GREATEST_WEIGHT,
-    LEAST_WEIGHT,
     AverageRule,
     Codec,
     FragmentLayout,
@@ -39,10 +36,9 @@ from diloco.errors import CheckpointError, ConfigurationError, DivergedError, Ro
 from diloco.events import Event, Note, RoundCommitted, RoundVoid
 from diloco.outer.arguments import (
     FIRST_WEIGHTS,
-    Saved,
-    Shared,
     argument_facts,
     check_arguments,
+    check_kind,
     check_kinds,
     complete,
     first_weights,
@@ -122,42 +118,64 @@ class DiLoCo:
         inner_optimizer: Optimizer | Sequence[Optimizer],
         *,
         transport: Transport | None = None,
-        schedule: Saved[SyncSchedule | None] = None,
+        schedule: SyncSchedule | None = None,
         fragments: Sequence[FragmentLayout] | None = None,
-        outer_optimizer: Shared[OuterOptimizer | None] = None,
-        merge: Saved[MergeRule | None] = None,
-        codec: Saved[Codec | str] = "float32",
-        error_feedback: Annotated[Saved[bool | float], Meta(ge=0, le=1)] = False,
+        outer_optimizer: OuterOptimizer | None = None,
+        merge: MergeRule | None = None,
+        codec: Codec | str = "float32",
+        error_feedback: bool | float = False,
         global_device: torch.device | str | None = None,
-        weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=GREATEST_WEIGHT)] = 1.0,
-        max_norm: Annotated[Shared[float | None], Meta(gt=0)] = None,
-        average: Shared[AverageRule | None] = None,
-        isotropic: Shared[bool] = False,
-        mean_codec: Shared[Codec | str] = "auto",
+        weight: float = 1.0,
+        max_norm: float | None = None,
+        average: AverageRule | None = None,
+        isotropic: bool = False,
+        mean_codec: Codec | str = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
         compare_weights: bool = True,
         global_state_of: DiLoCo | None = None,
     ) -> None:
-        arguments = complete(model, {name: value for name, value in locals().items() if name != "self"})
+        arguments = complete(
+            model=model,
+            inner_optimizer=inner_optimizer,
+            transport=transport,
+            schedule=schedule,
+            fragments=fragments,
+            outer_optimizer=outer_optimizer,
+            merge=merge,
+            codec=codec,
+            error_feedback=error_feedback,
+            global_device=global_device,
+            weight=weight,
+            max_norm=max_norm,
+            average=average,
+            isotropic=isotropic,
+            mean_codec=mean_codec,
+            on_event=on_event,
+            compare_arguments=compare_arguments,
+            compare_weights=compare_weights,
+        )
+        check_kind("global_state_of", global_state_of, DiLoCo | None)
         check_arguments(arguments)
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
-        self.schedule: SyncSchedule = arguments["schedule"]
+        self.schedule = arguments.schedule
         self.weight = weight
         self.steps = 0
         self._optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._ranks = shard_ranks(model)
-        layouts = arguments["fragments"]
         copies = Copies(self._optimizers)
-        self.fragments = tuple(Fragment(layout, arguments, self._ranks, copies) for layout in layouts)
+        shared = {} if global_state_of is None else {each.index: each.state for each in global_state_of.fragments}
+        self.fragments: tuple[Fragment, ...] = tuple(
+            Fragment(layout, arguments, self._ranks, copies, shared.get(layout.index)) for layout in arguments.fragments
+        )
         self.recovery = StateRecovery(self.fragments, self.transport, self._ranks)
         self._listen = on_event or _Warnings()
         self._has_begun = False
         self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
         self._synchronised = synchronised(model, self.named_parameters())
-        self._saved_facts = argument_facts(model, arguments, "saved")
-        self._facts = argument_facts(model, arguments) | frozen_facts(model) if compare_arguments else {}
+        self._saved_facts = argument_facts(arguments, "saved")
+        self._facts = argument_facts(arguments) | frozen_facts(model) if compare_arguments else {}
         compare_weights = compare_arguments and compare_weights and not self.transport.joining
         goes_on = any(bare_optimizer(each).state for each in self._optimizers)  # perhaps; see `load_state_dict`
         weights = first_weights(model) if compare_weights else GOES_ON

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.algorithm import (
     Contribution,
@@ -46,6 +46,7 @@ from diloco.algorithm import (
 from diloco.devices import empty
 from diloco.errors import FragmentError, NonFiniteError, TransportError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.outer.arguments import Arguments
 from diloco.outer.copies import Copies
 from diloco.outer.shards import ShardRanks
 from diloco.outer.state import Direction, GlobalState, buffers_of
@@ -94,46 +95,49 @@ class Fragment:
     average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
     this work again.
 
-    ``arguments`` are those of `DiLoCo` with their defaults.
+    ``state`` is that of another replica in this process, if both share one.
     """
 
-    def __init__(self, layout: FragmentLayout, arguments: Mapping[str, Any], ranks: ShardRanks, copies: Copies) -> None:
-        self._model: nn.Module = arguments["model"]
-        self._merge: MergeRule = arguments["merge"]
-        self._decay = float(arguments["error_feedback"])
+    def __init__(
+        self,
+        layout: FragmentLayout,
+        arguments: Arguments,
+        ranks: ShardRanks,
+        copies: Copies,
+        state: GlobalState | None = None,
+    ) -> None:
+        self._model = arguments.model
+        self._merge = arguments.merge
+        self._decay = float(arguments.error_feedback)
         self._ranks = ranks
         self._copies = copies
         # ranks that shard the parameters decide together whether all values are finite, so no thread does
-        self._overlaps = arguments["schedule"].overlap_steps > 0 and not ranks.sharded
+        self._overlaps = arguments.schedule.overlap_steps > 0 and not ranks.sharded
         self._template = Contribution(  # what all contributions of the fragment share
             round=RoundId(layout.index, 0),
             replica=0,
-            codec=arguments["codec"],
+            codec=arguments.codec,
             numel=layout.numel,
             payload=torch.empty(0, dtype=torch.uint8, device="cpu"),
-            max_norm=arguments["max_norm"],
-            average_rule=arguments["average"],
+            max_norm=arguments.max_norm,
+            average_rule=arguments.average,
             tensors=layout.sizes,
             telemetry=True,
-            mean=arguments["mean_codec"],
-            transfer_steps=arguments["schedule"].transfer_steps,
+            mean=arguments.mean_codec,
+            transfer_steps=arguments.schedule.transfer_steps,
         )
         self.layout = layout
         self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
         self.parameters = bind(self._model, layout)
-        device = arguments["global_device"]
+        device = arguments.global_device
         self.device = self.parameters[0].device if device is None else torch.device(device)
-        other = arguments["global_state_of"]
-        self.carries_buffers = layout is arguments["fragments"][-1]  # of the model
-        matrices = hidden_matrices(self._model) if arguments["isotropic"] else {}
+        self.carries_buffers = layout is arguments.fragments[-1]  # of the model
+        matrices = hidden_matrices(self._model) if arguments.isotropic else {}
         direction = functools.partial(isotropic, layout=layout, matrices=matrices)
         # ranks that shard the parameters gather matrices, all at once in their training threads
         self._together: Direction | None = direction if ranks.sharded else None
-        outer = arguments["outer_optimizer"], _same if ranks.sharded else direction
-        if other is None:
-            self.state = GlobalState(self.local(), *outer, self._local_buffers())
-        else:
-            self.state = other.fragments[self.index].state
+        outer = arguments.outer_optimizer, _same if ranks.sharded else direction
+        self.state = GlobalState(self.local(), *outer, self._local_buffers()) if state is None else state
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:

@@ -116,7 +116,7 @@ def identity(
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
-        outer = argument_facts(model, complete(model, outer_arguments(settings, model)))
+        outer = argument_facts(complete(model=model, **outer_arguments(settings, model)))
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": _model_fingerprint(trainable_parameters(model)),

@@ -90,8 +90,8 @@ class Session:
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
         if self.averages_gradients and settings.algorithm != "data-parallel":  # else `DiLoCo` would refuse them later
             model, optimizer = self.replicas[0].model, self.replicas[0].inner.optimizer
-            arguments = {"model": model, "inner_optimizer": optimizer, **outer_arguments(settings, model)}
-            check_arguments(complete(model, arguments))
+            outer = outer_arguments(settings, model)
+            check_arguments(complete(model=model, inner_optimizer=optimizer, **outer))
         self._end_shared_start_if_due()
 
     @property
