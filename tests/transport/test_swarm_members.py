@@ -333,6 +333,22 @@ def test_two_that_can_not_reach_each_other_are_told_that_they_need_a_relay(
     assert "can't be reached. If both are behind routers, they need a relay" in caplog.text
 
 
+def test_who_is_behind_a_router_names_the_relay_through_which_others_reach_it(
+    swarms: Swarms, relay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it printed its private address, and that it needs a relay."""
+    hidden = swarms.peer(1, run="relayed", at=[relay], hidden=True, founds=True)
+    assert hidden.listens_at() == (relay,)
+    listens = swarms.peer(2, run="another", at=[relay], founds=True)
+    assert relay not in listens.listens_at()
+    private = "/ip4/192.168.1.2/tcp/4/p2p/Qm"
+    monkeypatch.setattr(Node, "addresses", mock.AsyncMock(return_value=(private,)))
+    monkeypatch.setattr(PeerStreams, "seen_at", mock.AsyncMock(return_value="9.9.9.9"))
+    listens.open_up()
+    assert listens.listens_at() == (relay,)
+    assert "others reach it through the relay" in listens.limits_of_reach()
+
+
 def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path) -> None:
     """Other settings, a key that was copied to another machine, a number that is taken, and who was farther.
 

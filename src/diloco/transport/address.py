@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_private(host: str) -> bool:
+    """Return whether a host is an address that only its own network, or machine, reaches.
+
+    >>> is_private("192.168.1.2"), is_private("9.9.9.9"), is_private("example.org")
+    (True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:  # a name
+        return False
 
 
 _PLACE = re.compile(r"(\[[^][\s]+\]|[^][:/\s]*):([0-9]{1,5})(?:-([0-9]{1,5}))?")

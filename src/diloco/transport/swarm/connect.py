@@ -36,6 +36,7 @@ from diloco.transport.swarm.streams import (
     is_loopback,
     limits_of_reach,
     port_in,
+    told_addresses,
 )
 from diloco.waiting import waiting_for
 
@@ -170,13 +171,15 @@ class SwarmDirectory(Directory):
 
     def listens_at(self) -> tuple[str, ...]:
         addresses = sorted(self.connections.call(self._streams.node.addresses()), key=is_loopback)
-        reached_at = [each for each in addresses if f"/{self._seen_at}/" in each and not is_loopback(each)]
-        return tuple(reached_at or addresses)
+        relays = () if self._place.node.announce else self.relays()  # what it announces may be a name
+        return told_addresses(addresses, self._seen_at, relays)
 
     def limits_of_reach(self) -> str:
+        addresses = self.listens_at()
         if self._place.node.announce:
             return ""
-        addresses = self.listens_at()
+        if addresses and addresses == self.relays():
+            return "this peer is behind a router: others reach it through the relay, about 3 minutes after it started"
         return limits_of_reach(hosts_in(addresses), port_in(addresses), self._seen_at)
 
     def details(self) -> dict[str, str]:

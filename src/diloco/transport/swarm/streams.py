@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import msgspec
 
 from diloco.errors import ConfigurationError, TransportError
 from diloco.protocol import Entry, Store
-from diloco.transport.address import Address, parse_address
+from diloco.transport.address import Address, is_private, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.links import PeerLinks
@@ -313,7 +312,7 @@ def limits_of_reach(hosts: Sequence[str], port: int, seen_at: str) -> str:
         return ""
     if seen_at and not _is_here(seen_at):
         why, place = f"they see this peer at {seen_at}, behind a router", str(Address(seen_at, port))
-    elif all(map(_is_private, elsewhere)):
+    elif all(map(is_private, elsewhere)):
         why, place = f"{elsewhere[0]} is an address of a private network", f"HOST:{port}"
     else:
         return ""
@@ -328,11 +327,21 @@ def _is_here(host: str) -> bool:
     return not host or host.startswith("127.") or host in ("::1", "localhost")
 
 
-def _is_private(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_private
-    except ValueError:  # a name
-        return False
+def told_addresses(addresses: Sequence[str], seen_at: str, relays: Sequence[str]) -> tuple[str, ...]:
+    """Return the multiaddresses with which others are told to join a peer that listens at ``addresses``.
+
+    They are those at which others see it, else those of the relays through which others reach it.
+
+    >>> own, relay = ["/ip4/192.168.1.2/tcp/4/p2p/Qm", "/ip4/127.0.0.1/tcp/4/p2p/Qm"], ["/ip4/5.5.5.5/tcp/7/p2p/QmR"]
+    >>> told_addresses(own, "9.9.9.9", relay) == told_addresses([], "9.9.9.9", relay) == tuple(relay)
+    True
+    >>> told_addresses(own, "192.168.1.2", relay), told_addresses(own, "9.9.9.9", []) == tuple(own)
+    (('/ip4/192.168.1.2/tcp/4/p2p/Qm',), True)
+    """
+    reached_at = [each for each in addresses if f"/{seen_at}/" in each and not is_loopback(each)]
+    if not reached_at and (not addresses or limits_of_reach(hosts_in(addresses), port_in(addresses), seen_at)):
+        return tuple(relays or addresses)
+    return tuple(reached_at or addresses)
 
 
 _TURN = "your turn to dial"

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from diloco.errors import TransportError
 from diloco.protocol import WireMessage
-from diloco.transport.address import Address
+from diloco.transport.address import Address, is_private
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
@@ -67,6 +67,8 @@ def serve_probes(connections: ConnectionManager) -> None:
 
 async def obstacle(host: str, port: int, timeout_s: float) -> str:
     """Return why no connection to a port can be opened, and what to do about it; "" if one can."""
+    from_outside = "; from outside of its private network use a VPN, or in a swarm a `diloco relay` that both --join"
+    elsewhere = from_outside if is_private(host) else ""
     try:
         _, writer = await within(timeout_s, asyncio.open_connection(host, port))
     except (socket.gaierror, UnicodeError) as error:  # the second for a name such as "a..b"
@@ -77,9 +79,9 @@ async def obstacle(host: str, port: int, timeout_s: float) -> str:
         return f"nothing listens there (connection refused); {advice}"
     except TimeoutError:
         advice = "open the port in the firewalls and routers in between, or use another address of that machine"
-        return f"no answer within {timeout_s:g} s; {advice}"
+        return f"no answer within {timeout_s:g} s; {advice}{elsewhere}"
     except OSError as error:
-        return f"{error}; set up a route to that machine"
+        return f"{error}; set up a route to that machine{elsewhere}"
     writer.close()
     return ""
 
