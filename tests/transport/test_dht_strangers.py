@@ -215,6 +215,21 @@ def test_a_node_that_is_told_of_made_up_nodes_notes_none_and_sends_them_nothing(
     in_network(keys, check)
 
 
+def test_a_node_that_names_each_to_itself_ends_no_search(keys: Path) -> None:
+    """Before, any node could end all look-ups and announcements, with an AssertionError."""
+
+    async def check(net: Network) -> None:
+        member, table = ENGINE.PeerID.from_base58(net.member.peer_id), net.stranger._dht.protocol.routing_table
+        asked = mock.Mock(return_value=[(DHT.node_id_of(member), member)])
+        with mock.patch.object(table, "get_nearest_neighbors", asked):
+            await net.member.announce(ADMISSION, PeerRecord(5, "swarm"))
+            assert await net.member.find(ADMISSION) == []
+        assert asked.called
+        assert [each.number for each in await net.relay.find(ADMISSION)] == [5]
+
+    in_network(keys, check)
+
+
 def test_what_a_node_asks_all_the_time_is_not_answered_all_the_time(keys: Path) -> None:
     async def check(net: Network) -> None:
         protocol, peer = net.stranger._dht.protocol, ENGINE.PeerID.from_base58(net.relay.peer_id)

@@ -333,6 +333,13 @@ def test_two_that_can_not_reach_each_other_are_told_that_they_need_a_relay(
     assert "can't be reached. If both are behind routers, they need a relay" in caplog.text
 
 
+def test_who_comes_back_and_listens_nowhere_meets_itself_in_no_table(swarms: Swarms, relay: str) -> None:
+    """The others knew it as a node that listens. Before, it ended: it could not be announced (AssertionError)."""
+    before = swarms.peer(1, run="back", at=[relay], founds=True)
+    before.transport.close()
+    assert not swarms.peer(1, run="back", at=[relay], founds=True, hidden=True).joining
+
+
 def test_who_is_behind_a_router_names_the_relay_through_which_others_reach_it(
     swarms: Swarms, relay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

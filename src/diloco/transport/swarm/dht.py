@@ -196,10 +196,14 @@ class DHTProtocol(protocol.DHTProtocol):  # type: ignore[misc]  # its base has n
         found = await super().call_find(peer, keys)
         if found is None:
             return None
-        return {
-            key: (self._valid(key, value), {each: at for each, at in nodes.items() if each == node_id_of(at)})
-            for key, (value, nodes) in found.items()
-        }
+        return {key: (self._valid(key, value), self._others(nodes)) for key, (value, nodes) in found.items()}
+
+    def _others(self, nodes: Mapping[DHTID, Any]) -> dict[DHTID, Any]:
+        """Return the nodes that are named rightly, without this one, in whose name Hivemind's search would fail.
+
+        It is named by who knew it before it came back to listen nowhere, and by anybody who wants to.
+        """
+        return {each: at for each, at in nodes.items() if each == node_id_of(at) and each != self.node_id}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: Any) -> bool:
         return True  # `_valid` leaves out single records: one that is not valid must not hide the others
