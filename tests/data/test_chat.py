@@ -137,6 +137,12 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         said("q", answer("", tool_calls=json.dumps([{"name": "f", "arguments": '{"a": 1}'}]))),
         '<user:q><assistant:«f{"a": 1}>»',
     ),
+    "messages as JSON": ({"messages": json.dumps(said("q", "a")["messages"])}, BOTH),
+    "columns of other rows": ({**said("q", "a"), "prompt": None, "completion": None}, BOTH),
+    "the older form of a call": (
+        said("q", answer(None, function_call={"name": "f", "arguments": '{"a": 1}'})),
+        '<user:q><assistant:«f{"a": 1}>»',
+    ),
     "thoughts": (said("q", answer("a", thinking="t")), "<user:q><assistant:«(t)a>»"),
     "null fields": (said("q", answer("a", tool_calls=None, name=None, weight=None), tools=None, system=None), BOTH),
 }
@@ -174,6 +180,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", "a", completion_mask=[0, 1, 1]), "completion_mask marks parts of the record, which can't be followed"),
     (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the part .*image_url"),
     ({"messages": [{"content": "q"}]}, "must be a list of messages"),
+    ({"messages": []}, "must be a list of messages"),
+    (said("q", answer(None)), "the field 'content' holds null, not text"),
     (said("q", called('{"a":')), "arguments of f are not a JSON object"),
     (said("q", "a", tools="f(x)"), "tools must be a list of objects"),
     ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
@@ -296,6 +304,19 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         DataError, match=r"Of 3 conversations none can be used \(2 left out because they have no answer"
     ):
         build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[-4:-1])), 64)
+
+
+@pytest.mark.parametrize(
+    "nothing", [{"messages": None}, {"prompt": "q", "completion": None}, {"prompt": None}], ids=str
+)
+def test_null_in_place_of_a_conversation_is_left_out_and_counted(
+    folder: Path, tmp_path: Path, nothing: dict[str, Any]
+) -> None:
+    empty = {"prompt": None, "completion": None, **nothing, "id": 1}
+    data = write_records(tmp_path / "data.jsonl", [said("q", "a"), empty, empty])
+    told = build_corpus(settings_of(folder, data), 64).facts["data"]
+    assert "1 conversation in" in told
+    assert "2 left out because they have no answer to learn" in told
 
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:

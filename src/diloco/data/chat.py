@@ -134,7 +134,10 @@ def _hash_suffices(keys: Sequence[float], kept: Sequence[bool], fraction: float)
 
 def _nothing_left(count: int, notes: Sequence[str]) -> DataError:
     left_out = f" ({'; '.join(notes)})" if notes else ""
-    return DataError(f"Of {count} conversations none can be used{left_out}. Give others, or longer sequences.")
+    return DataError(
+        f"Of {count} conversations none can be used{left_out}. Give others, or longer sequences. An "
+        "answer is a message whose role is 'assistant'."
+    )
 
 
 def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: Tokenizer, length: int) -> PackedRows:
@@ -164,6 +167,9 @@ def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter
     Count by `_NOTES` what is left out or changed.
     """
     fields = _without_nulls(record)
+    if _is_null(record, fields):
+        counts["unanswered"] += 1
+        return None
     needs_template = tokenizer.has_template or not _is_completion(fields)
     messages, learned, tools, unused = _read(fields)
     for name in sorted(unused):
@@ -283,7 +289,7 @@ def _read(fields: Any) -> tuple[list[dict[str, Any]], list[bool], list[dict[str,
             f"{marks[0]} marks parts of the record, which can't be followed: give messages a weight of 0 or 1."
         )
     if "messages" in fields:
-        turns = _turns("messages", fields.pop("messages"))
+        turns = _turns("messages", _from_json(fields.pop("messages")))
     elif fields.keys() >= {"prompt", "completion"}:
         turns = [
             *_turns("prompt", fields.pop("prompt"), "user"),
@@ -301,6 +307,16 @@ def _read(fields: Any) -> tuple[list[dict[str, Any]], list[bool], list[dict[str,
         raise DataError(f"tools must be a list of objects, or the same as JSON, got {odd[0]!r:.80}.")
     messages = [_message(turn) for turn in turns]
     return [message for message, _ in messages], [learned for _, learned in messages], tools, {*fields}
+
+
+def _is_null(record: Any, fields: Any) -> bool:
+    """Return whether a record has the columns of a conversation, with null in place of what is said.
+
+    ``fields`` is the record without its nulls.
+    """
+    if not isinstance(fields, dict) or "messages" in fields or fields.keys() >= {"prompt", "completion"}:
+        return False
+    return "messages" in record or record.keys() >= {"prompt", "completion"}
 
 
 def _is_completion(fields: Any) -> bool:
@@ -325,7 +341,8 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a message in the form that templates take, and whether it is learned."""
     rest = dict(turn)
     role, content = rest.pop("role"), rest.pop("content", None)
-    calls = [_tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
+    older = _listed(rest.pop("function_call", None))
+    calls = [_tool_call(call) for call in (*older, *_listed(rest.pop("tool_calls", None)))]
     weights: dict[str, Any] = {name: rest.pop(name) for name in ("weight", "loss_weight") if name in rest}
     for name, mark in {**weights, **rest}.items():
         if _MARKS.search(name) and (name not in weights or mark not in (0, 1)):

@@ -157,7 +157,9 @@ def checked_text(value: Any, place: str, field: str) -> str:
     try:
         size = len(value.encode("utf-8"))
     except (AttributeError, UnicodeEncodeError) as error:  # JSON can contain half of a surrogate pair
-        what = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+        what = "null" if value is None else type(value).__name__
+        if isinstance(value, str):
+            what = "half of a surrogate pair"
         raise DataError(f"{place}: the field {field!r} holds {what}, not text.") from error
     if size > MAX_RECORD_BYTES:
         raise DataError(
