@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
 from diloco.data import MAX_TOKENIZER_BYTES, DataSettings, make_tokenizer
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import CheckpointError, ConfigurationError, DataError
 from diloco.model import ModelSettings, base_card, build_language_model, stored_tensors
 from diloco.plugins import call
 from tests.cli.runs import SMALL, describe, refused, write_documents
@@ -366,3 +367,32 @@ def test_a_licence_that_is_no_text_is_left_out_of_a_card(tmp_path: Path) -> None
     lines = ["---", "a0: &a0 [x]", *levels, "license: *a39", "---"]
     (folder / "README.md").write_text("\n".join(lines))
     assert base_card(ModelSettings(source=f"hf:{folder}")) == {"base_model": "base"}
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_before_they_train(tmp_path: Path, odd: float) -> None:
+    folder = write_base(tmp_path / "base")
+    weights = dict(stored_tensors(folder))
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], odd)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"model\.norm\.weight in .*base holds NaN or infinity"):
+        build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0)
+
+
+def test_weights_of_another_name_are_named(tmp_path: Path) -> None:
+    folder = write_base(tmp_path / "base")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"no weights file model\.safetensors \(weights\.safetensors has another"):
+        stored_tensors(folder)
+
+
+def test_an_adapter_alone_or_beside_weights_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    add_adapter(tmp_path)
+    said = refused(["finetune", str(tmp_path), "--data", "chat.jsonl"], capsys)
+    assert "holds an adapter alone. Give the folder of its base model" in said
+    folder = write_base(tmp_path / "base")
+    add_adapter(folder)
+    build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0)
+    assert f"The adapter in {folder} is not read" in caplog.text

@@ -192,7 +192,11 @@ def run_finetune(arguments: Sequence[str]) -> int:
             "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
             "holds a transformers model."
         )
-    if folder is not None and not (folder.expanduser() / "config.json").is_file():
+    if folder is not None and (folder.expanduser() / "adapter_config.json").is_file() and not _is_model(folder):
+        raise ConfigurationError(
+            f"{folder} holds an adapter alone. Give the folder of its base model, or merge the two with peft first."
+        )
+    if folder is not None and not _is_model(folder):
         raise ConfigurationError(
             f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
             "as --model hf:NAME instead."
@@ -217,6 +221,10 @@ def run_finetune(arguments: Sequence[str]) -> int:
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
         values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
     return run_line(line, typed, corpus)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder.expanduser() / "config.json").is_file()
 
 
 def _usual_batch(asked: Configuration, rows: int) -> int:

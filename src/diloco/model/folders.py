@@ -141,7 +141,9 @@ def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
     files = [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
     if not files:
         pickles = sorted(entry.name for entry in folder.glob("*.bin"))
+        others = sorted(entry.name for entry in folder.glob("*.safetensors"))
         why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
+        why = f" ({others[0]} has another name)" if others else why
         raise CheckpointError(f"{folder} has no weights file {WEIGHTS_NAME}{why}.")
     return tensors_in(files)
 

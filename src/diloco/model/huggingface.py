@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import check_finite, check_number, model_state, named_parameters, persistent_buffers, set_whole_
+from diloco.algorithm import (
+    check_finite,
+    check_number,
+    largest_magnitude,
+    model_state,
+    named_parameters,
+    persistent_buffers,
+    set_whole_,
+)
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CARD_NAME,
@@ -519,6 +527,13 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights that the configuration needs, or "
             "use --model.arguments.weights fresh."
         )
+    for name, value in wrapped.named_parameters():
+        if value.is_floating_point() and not math.isfinite(largest_magnitude(value.detach())):
+            raise ConfigurationError(
+                f"{name} in {folder} holds NaN or infinity, which training would spread. Get the weights again."
+            )
+    if (folder / "adapter_config.json").exists():
+        _log.warning("The adapter in %s is not read, only the weights beside it. Merge it first, with peft.", folder)
     for module in wrapped.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes 0.50 on a CPU: after one evaluation, training would use the fast kernel, without gradients
