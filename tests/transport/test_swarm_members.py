@@ -279,13 +279,17 @@ def test_who_names_a_peer_of_another_version_is_told_so(
         swarms.peer(1, [member])
 
 
-def test_who_names_addresses_waits_for_a_member_and_founds_only_if_it_says_so(swarms: Swarms, relay: str) -> None:
+def test_who_names_addresses_waits_for_a_member_and_founds_only_if_it_says_so(
+    swarms: Swarms, relay: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A relay is an entrance: who comes through it waits, alone or with others, until one founds that may."""
     with pytest.raises(RendezvousError, match="To found the run instead, add --found"):
         swarms.peer(1, at=[relay], run="relayed", **PATIENCE)
     slow = {"run": "relayed", "at": [relay], "rendezvous_timeout_s": 8.0}
     both = at_once([lambda: swarms.peer(1, **slow), lambda: swarms.peer(2, **slow)])
-    assert any("1 more peers wait for one" in str(each) for each in both)
+    assert all(isinstance(each, RendezvousError) for each in both), both
+    # said while they wait, and at the end by the one that ends while the other still waits
+    assert "1 more also wait for one" in caplog.text or any("1 more peers wait for one" in str(each) for each in both)
     founder, joiner = at_once(
         [
             lambda: swarms.peer(3, run="relayed", at=[relay], founds=True, join_window_s=2.0),
