@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from diloco.errors import ConfigurationError
 from diloco.transport import Address, Node, NodePlace, PeerStreams, join, load_identity, parse_address
 from tests.processes import Processes, receive, report
 from tests.transport import contract
@@ -154,3 +155,16 @@ def test_who_joins_may_have_any_clock_and_a_clock_that_is_set_keeps_nobody_out(k
         processes.kill(0)
         assert select.select([exited], [], [], LIMIT_S)[0], "the daemon has ended"
         os.close(exited)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:31330", "/ip4/127.0.0.1/tcp/31330", "/ip4/127.0.0.1/tcp/31330/p2p/", "/ip4/127.0.0.1/tcp/31330/p2p/Qm1",
+     "/ip4/127.0.0.1/tcp/99999/p2p/{peer}", "/ip4/127.0.0.1/tcp/31330/p2p/{peer} ", "/dns4/a/tcp/1/p2p/{peer}9"],
+)  # fmt: skip
+def test_what_is_no_address_of_a_peer_is_refused_at_once(keys: Path, address: str) -> None:
+    """Before, the command tried it for minutes, with all others that were given."""
+    identity = load_identity(keys / "1.key")
+    places = (f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}", address.format(peer=identity.peer_id))
+    with pytest.raises(ConfigurationError, match="is not the address of a peer"):
+        asyncio.run(Node.start(identity, NodePlace(join=places)))

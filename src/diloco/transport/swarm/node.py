@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from diloco.errors import RendezvousError, TransportError
+from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
@@ -78,11 +78,14 @@ class Node:
         """Start the daemon and enter the DHT.
 
         Raises:
+            ConfigurationError: if an address in ``place.join`` has another form than those that peers print.
             RendezvousError: if no peer of ``place.join`` answers; it says why not, for each.
             TransportError: if the daemon can't be started in time, or can't listen at the given addresses.
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
+        for address in entrance:
+            _check_entrance(address)
         # libp2p would find out for itself only if other public hosts told it
         reach = "public" if place.public or place.announce else None if place.listen else "private"
         folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
@@ -359,6 +362,18 @@ def _check_clocks(addresses: Sequence[str], ahead_s: Sequence[float | None]) -> 
     if len(wrong) == len(told):
         raise TransportError(f"{words}. Set the clock that is wrong, or give another address with --join.")
     logging.getLogger(__name__).warning("%s. That of other peers does not.", words)
+
+
+def _check_entrance(address: str) -> None:
+    engine = load_engine()
+    try:
+        engine.Multiaddr(address)
+        engine.PeerID.from_base58(peer_of(address))
+    except Exception as error:  # the parsers raise errors of many types
+        raise ConfigurationError(
+            f"{address!r} is not the address of a peer. Give --join an address as the peer has printed it, such as "
+            f"/ip4/203.0.113.7/tcp/31330/p2p/Qm... ({in_short(error)})."
+        ) from error
 
 
 async def _no_entrance(addresses: Sequence[str], why: str) -> str:
