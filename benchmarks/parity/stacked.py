@@ -62,6 +62,7 @@ class Stack:
         self.ratio, self.momentum = self.column("matrix_lr_ratio"), self.column("momentum")[:, None, None]
         self.cosine, self.sine = rotations(device)
         self.codec, self.dropped = make_codec(first.codec), torch.zeros((), device=device)
+        self.start_codec = make_codec(first.start_codec)
 
     def by_copy(self, values: Tensor) -> Tensor:
         return values.float().repeat_interleave(self.replicas, 0).to(self.device)
@@ -77,21 +78,25 @@ class Stack:
         gradients = torch.autograd.grad(each.sum(), list(self.tensors.values()))
         shared = len(self.runs) if self.step < self.runs[0].start else self.data_parallel
         with torch.no_grad():
-            if self.runs[0].encoded_gradients and self.step >= self.runs[0].start:
-                self.encode(gradients)
+            starting = self.step < self.runs[0].start
+            if self.runs[0].encoded_gradients and not starting:
+                self.encode(gradients, self.codec, self.runs[0].error_feedback)
+            if self.runs[0].start_codec != "float32" and starting:
+                self.encode(gradients, self.start_codec, 1.0)
+            senders = self.runs[0].start_replicas if starting else 0
             for gradient in gradients if shared else ():
                 mine = gradient[: shared * self.replicas].view(shared, self.replicas, *gradient.shape[1:])
-                mine.copy_(mine.mean(1, keepdim=True).expand_as(mine))
+                mine.copy_(mine[:, : senders or None].mean(1, keepdim=True).expand_as(mine))
             norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
             self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared)
         return each.detach()
 
-    def encode(self, gradients: Sequence[Tensor]) -> None:
+    def encode(self, gradients: Sequence[Tensor], codec: Codec, feedback: float) -> None:
         """Replace the gradients of each replica by what the others decode, and send what was dropped with the next."""
         sent = flat(gradients) + self.dropped
-        received = decoded(self.codec, sent)
-        self.dropped = self.runs[0].error_feedback * (sent - received)
+        received = decoded(codec, sent)
+        self.dropped = feedback * (sent - received)
         for gradient, part in parts(gradients, received):
             gradient.copy_(part)
 
@@ -213,6 +218,10 @@ class Outer:
         self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
         self.codec = make_codec(run.codec)
         self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
+        self.opening = SyncSchedule(
+            inner_steps=run.opening_inner_steps, num_fragments=min(number, run.opening_inner_steps), overlap_steps=0
+        )
+        self.opening_codec = make_codec(run.opening_codec)
         self.finish_from = run.steps - run.start - run.finish  # counted from the first step of the outer loop
         self.finish_codec = make_codec(run.finish_codec or run.codec)
         self.average = make_codec(max(each.average for each in self.runs) or "fp4")
@@ -224,6 +233,7 @@ class Outer:
         self.velocities = [torch.zeros_like(values) for values in self.globals]
         self.flights: dict[int, tuple[Tensor, ...]] = {}
         self.means: dict[int, Tensor] = {}  # of the momenta
+        self.merged: dict[int, int] = {}  # rounds of each fragment
         self.sent_bytes = torch.zeros(len(self.runs), dtype=torch.double, device=stack.device)
 
     def column(self, name: str) -> Tensor:
@@ -241,11 +251,20 @@ class Outer:
 
     def step(self, step: int) -> None:
         """Send and merge what is due after inner step ``step``, counted from the first of the outer loop."""
+        run = self.runs[0]
+        if step <= run.opening:
+            for action in self.opening.actions(step):
+                # with fewer steps than fragments, all travel together
+                for p in range(action.fragment, len(self.layouts), self.opening.num_fragments):
+                    if isinstance(action, Send):
+                        self.send(p, self.opening_codec, run.opening_feedback)
+                        self.merge(p, 0.0, opening=True)
+            return
         finished = self.finished(step)
-        at_once = finished > 0 and not self.runs[0].finish_overlap
-        for action in self.schedule.actions(step):
+        at_once = finished > 0 and not run.finish_overlap
+        for action in self.schedule.actions(step - run.opening):
             if isinstance(action, Send):
-                self.send(action.fragment, self.finish_codec if finished > 0 else self.codec)
+                self.send(action.fragment, self.finish_codec if finished > 0 else self.codec, run.error_feedback)
             if action.fragment in self.flights and (at_once or not isinstance(action, Send)):
                 self.merge(action.fragment, finished)
 
@@ -256,11 +275,11 @@ class Outer:
             return 0.0
         return min(1.0, passed / self.runs[0].finish) if self.runs[0].finish_decay else 1.0
 
-    def send(self, p: int, codec: Codec) -> None:
+    def send(self, p: int, codec: Codec, feedback: float) -> None:
         local = flat(self.tensors(p))
         sent = self.by_replica(self.globals[p]) - local
-        if self.runs[0].error_feedback:
-            sent += self.runs[0].error_feedback * self.residuals.get(p, torch.zeros_like(sent))
+        if feedback:
+            sent += feedback * self.residuals.get(p, torch.zeros_like(sent))
         received = decoded(codec, sent)
         self.residuals[p] = sent - received
         mean = self.mean(received)
@@ -278,10 +297,15 @@ class Outer:
             self.flights[p] += ((self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages),)
             self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
 
-    def merge(self, p: int, finished: float) -> None:
+    def merge(self, p: int, finished: float, *, opening: bool = False) -> None:
         """Take the outer step of fragment ``p``; see `finished`."""
         sent, average, *changes = self.flights.pop(p)
         rate, mu = torch.lerp(self.rate, torch.ones_like(self.rate), finished), self.mu * (1 - finished)
+        if self.runs[0].momentum_warmup:
+            self.merged[p] = self.merged.get(p, 0) + 1
+            mu = mu * min(1.0, self.merged[p] / self.runs[0].momentum_warmup)
+        if opening:
+            rate, mu = torch.full_like(rate, self.runs[0].opening_rate), torch.zeros_like(mu)
         if self.runs[0].evaluated_momentum >= 0:
             fast = self.fast[p].sub_(average * rate / (1 - mu))
             self.averaged[p].lerp_(fast, 1 - self.runs[0].evaluated_momentum)
@@ -450,6 +474,7 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
 RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
 # of no use to data-parallel runs
 OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "inner_steps", "replicas", "codec"}
+OUTER |= {"opening", "opening_inner_steps", "opening_codec", "opening_feedback", "opening_rate", "momentum_warmup"}
 OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum", "encoded_gradients"}
 
 

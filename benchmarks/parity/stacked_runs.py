@@ -24,6 +24,13 @@ class Run:
     seed: int = 0
     steps: int = 1300
     start: int = 130  # the steps of the shared start
+    start_codec: str = "float32"  # of its gradients; what it drops is sent with the next
+    start_replicas: int = 0  # the first ones train the shared start, and the others get their result; 0: all
+    opening: int = 0  # the first steps of the outer loop, with the settings below in place of the others
+    opening_inner_steps: int = 10
+    opening_codec: str = "fp4"
+    opening_feedback: float = 0.0  # as `error_feedback`
+    opening_rate: float = 1.0  # the outer learning rate; without momentum and overlap
     sequences: int = 16  # of 128 bytes in a step, for all replicas
     replicas: int = 4  # M
     bfloat16: bool = False  # products in bfloat16
@@ -46,6 +53,7 @@ class Run:
     outer_momentum: float = 0.6
     singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
     isotropic: bool = False  # the mean of a matrix gets about equal singular values, as in `diloco.algorithm.isotropic`
+    momentum_warmup: int = 0  # rounds of a fragment in which the outer momentum rises
     evaluated_momentum: float = -1.0  # 2512.17131: of the average that is evaluated, if it is not the outer momentum
     finish: int = 0  # the last steps, whose means move the global parameters by a rate of 1 without momentum
     finish_decay: bool = False  # rate and momentum go there in a straight line over these steps
@@ -104,7 +112,33 @@ def batch(sequences: int) -> Settings:
     return {"sequences": sequences, "steps": 20_800 // sequences, "start": 2_080 // sequences}
 
 
+TINY: Settings = ADAMW | rate(2e-3) | outer(0.4, 0.9) | {"steps": 600}
+TINY_MUON: Settings = {"steps": 600}
+PLAIN: Settings = {"start": 0, "opening": 200}  # means without momentum in the place of the shared start
+PLAIN_SIGN: Settings = PLAIN | {"opening_codec": "sign", "opening_feedback": 1.0}
+
+
+def rising(rounds: int, learning_rate: float, momentum: float) -> Settings:
+    """Return the settings of runs without a shared start, in whose first rounds the outer momentum rises."""
+    return {"start": 0, "momentum_warmup": rounds} | outer(learning_rate, momentum)
+
+
+STARTS: tuple[Settings, ...] = (
+    *({"start": 200} | way for way in ({}, {"start_codec": "sign"}, {"start_replicas": 1}, outer(0.7, 0.8))),
+    *({"start": 0} | way for way in ({}, outer(1.0, 0.6), outer(1.0, 0.0))),
+    *(PLAIN | way for way in ({}, {"opening_inner_steps": 5}, {"opening_rate": 1.6}, outer(0.7, 0.8))),
+    PLAIN_SIGN | {"opening_inner_steps": 2, "opening_rate": 2.0},
+    *(rising(rounds, 1.0, mu) for rounds, mu in ((20, 0.8), (40, 0.8), (60, 0.8), (40, 0.9), (60, 0.9))),
+)
+
 GROUPS = {
+    "starts": [
+        *each(*(TINY | way for way in STARTS), seeds=(0,)),
+        *each(*(TINY_MUON | way for way in ({"start": 200}, rising(40, 1.0, 0.6), rising(40, 1.0, 0.8))), seeds=(0,)),
+        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), QUICK_START | rising(40, 1.0, 0.6), seeds=(0,)),
+        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), seeds=(1, 2)),
+        *each(TINY | {"start": 200}, TINY | rising(40, 1.0, 0.8), seeds=(1, 2)),
+    ],
     "averaged momentum": each(*WAYS),
     "quick start": each(*(QUICK_START | way | rate(r) for r in RATES[1:4] for way in WAYS[:2])),
     "quick start, AdamW": each(

@@ -72,6 +72,8 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
     ("link", "words"),
     [
         ("--bandwidth 1Gbit --data-parallel-steps 0", "Your link is good enough for these settings: 100% of the time"),
+        ("--bandwidth 20Mbit", "Your link is good enough for these settings: 100% of the time"),
+        ("--bandwidth 20Mbit --transport torch", "Take --data-parallel-steps 0: 100% of the time goes into training"),
         ("--bandwidth 20Mbit --data-parallel-steps 200", "Take --data-parallel-steps 0: 100% of the time goes into"),
         ("--bandwidth 20Mbit --data-parallel-steps 200", "the shared start of 200 steps alone takes "),
         ("--bandwidth 100kbit --data-parallel-steps 0", "This link is too slow for this model: at best "),

@@ -1,6 +1,7 @@
 """The command `diloco train`: the files of a run, resuming, and run folders."""
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -183,6 +184,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert values["model"]["arguments"]["width"] == 8
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["rounds"] == "2 data-parallel steps, then 2 fragments every 3 steps as int8"
+    assert re.match(r"[\d.]+ kB in each data-parallel step, then [\d.]+ (kB|B) per replica and step", facts["traffic"])
     assert facts["token weighting"] == "by the steps trained, in batches of 1 x 16"
 
 

@@ -8,7 +8,7 @@ import pytest
 from diloco.config import Configuration, compose, flatten, keys_of, parse_arguments, plan_run, preset_values
 from diloco.errors import ConfigurationError
 from diloco.model import PRESETS, get_preset
-from diloco.train import resolve
+from diloco.train import notes, resolve
 from tests.command_lines import command_line, load_configuration, toml_file
 
 
@@ -74,6 +74,33 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
     assert given_too.train.data_parallel_steps == 20
     for steps in (1, 2, 3):
         resolve(compose(command_line(train__steps=steps)), num_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "rate", "momentum", "rises"),
+    [
+        ("", 200, 0.4, 0.9, 0),
+        ("--transport torch", 200, 0.4, 0.9, 0),
+        ("--transport tcp", 0, 1.0, 0.8, 40),
+        ("--transport swarm --run a", 0, 1.0, 0.8, 40),
+        ("--transport swarm --run a --steps 90 --inner-steps 3", 0, 1.0, 0.8, 20),
+        ("--transport tcp --steps 1", 0, 1.0, 0.8, 0),
+        ("--transport tcp --data-parallel-steps 0", 0, 0.4, 0.9, 0),
+        ("--transport swarm --run a --data-parallel-steps 50", 50, 0.4, 0.9, 0),
+        ("--transport tcp --preset tiny-muon", 0, 1.0, 0.6, 40),
+        ("--transport tcp --preset tiny-muon --sync.outer sgd", 0, 1.0, 0.6, 0),
+        ("--transport tcp --outer-momentum 0.5 --sync.arguments.outer.schedule linear", 0, 1.0, 0.5, 40),
+        ("--transport tcp --preset 2m", 0, None, 0.9, 0),
+    ],
+)
+def test_over_links_a_preset_has_no_shared_start_and_the_outer_momentum_rises(
+    arguments: str, start: int, rate: float, momentum: float, rises: int
+) -> None:
+    run = load_configuration(arguments.split())
+    found = run.train.data_parallel_steps, run.sync.outer_learning_rate, run.sync.outer_momentum
+    assert found == (start, rate, momentum)
+    assert run.sync.arguments_of("outer").get("momentum_warmup", 0) == rises
+    assert not any("has a gain" in note for note in notes(resolve(run, num_layers=run.model.decoder.layers)))
 
 
 @pytest.mark.parametrize("name", PRESETS)

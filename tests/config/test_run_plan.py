@@ -27,6 +27,8 @@ RUNS = (
     "",
     "--algorithm diloco --codec int8 --inner-steps 7 --steps 40",
     "--preset tiny-muon --optimizer.arguments {momentum=0.5}",
+    "--data-parallel-steps 50 --inner-steps 4",
+    "--preset tiny-muon --sync.outer sgd --inner-steps 3",
     "--preset tiny-muon --optimizer.name AdamW --optimizer.clip-norm None --evaluation.sample-prompts '' 'a b' $c",
     "--seed 3 --outer-learning-rate 1 --optimizer.schedule wsd --network.straggler dynamic --steps 77",
     "--evaluation.sample-prompts=--debug --fragments 3 --overlap-steps 2 --merge-alpha 0.25",

@@ -87,6 +87,20 @@ class Net(nn.Module):
 """
 
 
+DRIFTS = """
+import os
+import torch
+
+class Drifts(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 + 1e-6 * (os.getpid() % 100 + 1))
+"""
+
+
 class Commands:
     """Starts the replicas of a run of such a model, each in a folder of its own."""
 
@@ -125,18 +139,40 @@ def over_the_swarm(commands: Commands) -> tuple[Path, Path]:
     return commands.run, other
 
 
-@pytest.mark.parametrize(("run", "shared_start"), [(over_tcp, 0), (under_torchrun, 3), (over_the_swarm, 3)])
+@pytest.mark.parametrize(
+    ("run", "shared_start"), [(over_tcp, 0), (under_torchrun, 3), (over_the_swarm, 3), (over_the_swarm, 0)]
+)
 def test_processes_that_draw_other_weights_begin_together(
     run: Callable[[Commands], tuple[Path, Path]], shared_start: int, tmp_path: Path
 ) -> None:
-    """No round is void for it, and both are told."""
+    """No round is void for it, and both are told. In a swarm without a shared start the second joins the first."""
     with Processes() as processes:
         folders = run(Commands(processes, tmp_path, f"--data-parallel-steps {shared_start}"))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     assert len({each["global_params_digest"] for each in summaries}) == 1
     assert [each["rounds_void"] for each in summaries] == [0, 0]
+    if run is over_the_swarm and not shared_start:
+        (joined,) = read_metrics(folders[1] / "metrics.jsonl", "RunStarted")
+        assert (joined["step"], joined["resumed_from"]) == (0, "the other replicas")
+        return
     for folder, whose in zip(folders, ("another replica", "this replica"), strict=True):
         notes = [each["text"] for each in read_metrics(folder / "metrics.jsonl", "Note")]
         assert [note.partition(" differed")[0] for note in notes if "the weights of" in note] == [
             f"After step 0 the weights of {whose}"
         ]
+
+
+@pytest.mark.parametrize("run", [over_tcp, under_torchrun])
+def test_processes_whose_optimizers_round_otherwise_end_data_parallel_training_with_the_same_bits(
+    run: Callable[[Commands], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    (source := tmp_path / "drifts.py").write_text(DRIFTS)
+    own = f"--optimizer.name {source}:Drifts --optimizer.arguments {{}}"
+    arguments = f"--algorithm data-parallel --overlap-steps 0 {own}"
+    with Processes() as processes:
+        folders = run(Commands(processes, tmp_path, arguments))
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert len({each["global_params_digest"] for each in summaries}) == 1
+    for folder in folders:
+        notes = [each["text"] for each in read_metrics(folder / "metrics.jsonl", "Note")]
+        assert [note[:18] for note in notes if "the weights of" in note] == ["After step 0 the w", "After step 12 the "]

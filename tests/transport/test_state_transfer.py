@@ -79,6 +79,17 @@ def test_what_arrives_is_the_donors_bit_for_bit(wires: Wires) -> None:
     assert first.fetch(4, [1]).result() == {"fragment": 4}
 
 
+@pytest.mark.parametrize(("finished", "same", "travels"), [(0, True, False), (0, False, True), (1, True, True)])
+def test_a_state_that_both_began_with_does_not_travel(
+    wires: Wires, relays: Relays, finished: int, same: bool, travels: bool
+) -> None:
+    """A replica that joins before the first round holds it already, if its processor draws the same weights."""
+    first, (source,) = meet(wires, state(finished=finished))
+    Source(first, state(0 if same else 1, finished=finished))
+    assert same_values(first.fetch(3, [1]).result(), {**source.held, "fragment": 3})
+    assert (first.fetched_bytes, relays.opened.count("fetch")) == ((SIZE, 2) if travels else (0, 1))
+
+
 def test_a_cut_connection_goes_on_where_it_stopped(wires: Wires, relays: Relays) -> None:
     """It is cut at every seventh chunk, which is lost. All other bytes are sent once, and the state is copied once."""
     first, (source,) = meet(wires, state())

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from diloco.algorithm import SyncSettings
-from diloco.config import Configuration, compose_for_model, flatten, parse_flags, parse_options, preset_values, to_toml
+from diloco.config import (
+    Configuration,
+    asked_values,
+    compose_for_model,
+    flatten,
+    parse_flags,
+    parse_options,
+    preset_values,
+    to_toml,
+)
 from diloco.devices import PEAKS, known_peak_flops_per_s
 from diloco.errors import ConfigurationError, from_extra
 from diloco.events import to_json
@@ -90,6 +99,9 @@ class PlanSettings(Configuration):
     """Print one JSON object."""
 
 
+BETWEEN_SITES = {"network.transport": "tcp"}
+"""What a run sets that has links. Presets begin otherwise there than in one process or on a cluster."""
+
 BANDWIDTHS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11)
 """The bandwidths of the fastest link, in bits per second, for which the utilisation is listed."""
 
@@ -98,12 +110,14 @@ OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in 
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Print the cost of the settings, and the table of others."""
-    shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
+    shown = flatten(PlanSettings()) | BETWEEN_SITES | preset_values(PlanSettings.preset, BETWEEN_SITES)
     common = [*(name for name in shown if name in OWN), *SHOWN]
     line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     of_run = {name: value for name, value in line.values.items() if name not in OWN}
-    defaults = {} if options.parameters is None else {"preset": _nearest_preset(options.parameters)}
+    nearest = {} if options.parameters is None else {"preset": _nearest_preset(options.parameters)}
+    emulated = any(name.startswith("emulate.") for name in asked_values(replace(line, values=of_run)))
+    defaults = nearest if emulated else BETWEEN_SITES | nearest  # only a run in one process emulates links
     asked = compose_for_model(replace(line, values=of_run, defaults=defaults))
     settings, model, sizes = _model(options, asked)
     if line.print_config:
@@ -265,7 +279,8 @@ def _decision(record: dict[str, Any]) -> str:
     decision, own = record["decision"], record["prediction"]
     rounds, run, now = decision["rounds"], decision["run"], record["run"]
     keeps = f"{run['compute_utilization']:.0%} of the time goes into training"
-    sends = f"each replica sends {format_bytes(run['sent_bytes_per_day'])} a day after its start"
+    sends = f"each replica sends {format_bytes(run['sent_bytes_per_day'])} a day"
+    sends += " after its start" if run["start_steps"] else ""
     flags = {
         "--algorithm diloco": record["algorithm"] == "data-parallel" and rounds["inner_steps"] > 1,
         f"--inner-steps {rounds['inner_steps']}": rounds["inner_steps"] != own["inner_steps"],

@@ -185,6 +185,8 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
     200
     >>> preset_values("tiny", {"train.steps": 30})["optimizer.warmup_steps"]
     7
+    >>> preset_values("tiny", {"network.transport": "swarm"})["train.data_parallel_steps"]
+    0
     """
     preset = None if name == FINETUNE else get_preset(name)
     tables = read_tables(Path(__file__).with_name("presets.toml"))
@@ -200,6 +202,12 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         "optimizer.warmup_steps": min(values["optimizer.warmup_steps"], steps // 4),
         "model.arguments": preset.model.arguments(),
     }
+    without_start, over_links = tables.get(f"{name}-without-start"), asked.get("network.transport") in ("tcp", "swarm")
+    if without_start is not None and over_links and "train.data_parallel_steps" not in asked:
+        values |= typed_values(without_start, RunSettings, name)
+        rounds = steps // max(1, asked.get("sync.inner_steps", values["sync.inner_steps"]))
+        rising = {"outer": {"momentum_warmup": rounds * 2 // 3}}
+        values |= {"train.data_parallel_steps": 0, "sync.arguments": rising}
     return values if preset.model.vocab_size is None else values | {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
 
 

@@ -289,6 +289,9 @@ _FIRST = (
 )
 """Keys from which others follow, or without which a run is refused."""
 
+_THEN = "train.data_parallel_steps", "sync.inner_steps", "sync.outer"
+"""Keys from which others follow, and which follow from the first ones."""
+
 
 def resume_command(configuration: Configuration, folder: Path, join: Sequence[str] = (), *, found: bool = False) -> str:
     """Return the command that resumes a stopped run, with the settings that the run's folder does not keep.
@@ -325,14 +328,14 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     if configuration.preset == FINETUNE:  # its number of steps follows from data
         values["train.steps"] = goal["train.steps"]
     with contextlib.suppress(ConfigurationError):  # such as a list that is empty
-        for _ in range(3):  # what was set may change what follows
+        for _ in range(4):  # what was set may change what follows
             settings = flatten(_resolved(_with_absolute_paths(compose_for_model(CommandLine(values=values | own)))))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
             if not other:
                 text = command_text("train", flags=_flags(values))
                 # paths below the working directory are relative, since other machines have them as well
                 return re.sub(rf"(?<![\w./-]){re.escape(str(Path.cwd()))}/", "", text)
-            values |= other
+            values |= {name: other[name] for name in _THEN if name in other} or other
     return command_text("train", folder / CONFIG_FILE)
 
 

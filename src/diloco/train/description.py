@@ -204,9 +204,10 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, s
     unit = "the model" if len(sizes) == 1 else f"{len(sizes)} fragments"
     ratio = f", {format_ratio(gradients * local_steps / sent)} as much" if sent else ""
     per_step = format_bytes(sent / max(1, local_steps))
+    of_start = f"{format_bytes(gradients)} in each data-parallel step, then " if start else ""
     return {
         "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}",
-        "traffic": f"{per_step} per replica and step{', with one other' if joinable else ''} "
+        "traffic": f"{of_start}{per_step} per replica and step{', with one other' if joinable else ''} "
         f"(data-parallel: {format_bytes(gradients)}{ratio})",
     }
 

@@ -48,7 +48,8 @@ def _join_run(session: Session, fleet: Fleet) -> None:
         )
     if session.settings.data.local:
         _find_own_place(session, replica)
-    if not fleet.elastic or fleet.directory.step > 0:  # in a swarm they may have no state yet
+    # in a swarm that is about to begin with a shared start, nobody has a state yet
+    if not fleet.elastic or fleet.directory.step > 0 or replica.diloco is not None:
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
 

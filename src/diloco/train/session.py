@@ -137,7 +137,9 @@ class Session:
         stepped_s = time.perf_counter()
         self._synchronise(trained=trained)
         finished_s = time.perf_counter()
-        if self.totals.steps == self.settings.train.data_parallel_steps and self.replicas[0].diloco is None:
+        train, data_parallel = self.settings.train, self.settings.algorithm == "data-parallel"
+        last_shared = train.steps if data_parallel else train.data_parallel_steps
+        if self.totals.steps == last_shared and self.replicas[0].diloco is None:
             self.agree_on_weights()  # optimizers round otherwise on another processor
         self._end_shared_start_if_due()
         compute_s = stepped_s - started_s - averaging_s

@@ -54,7 +54,7 @@ class TrainSettings:
     """Recompute activations of a block in the backward pass instead of keeping them. full: all of them; selective: all
     except the outputs of matrix products and attention. The results are the same bits."""
     data_parallel_steps: Annotated[int, Meta(ge=0), arg(aliases=["--data-parallel-steps"])] = 0
-    """Start with this many shared data-parallel steps."""
+    """Start with this many shared data-parallel steps. Over tcp and swarm no preset has any."""
     # no run that resumes reads it
     init_from: Annotated[Path | None, arg(aliases=["--init-from"]), NO_PLACE] = None
     """Start from the parameters of a run or checkpoint, a .safetensors file, or a folder of transformers."""
@@ -226,8 +226,9 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
             f"No fragment is ever sent, so the global parameters do not change: the {steps} steps"
             f"{' after the shared start' if start else ''} are fewer than sync.inner_steps={schedule.inner_steps}.",
         )
-    # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
-    if gain is not None and gain > _HIGH_GAIN and rounds < _MANY_ROUNDS and not start:
+    # after a shared start, or a rise of the momentum, a high gain was best even with 40 rounds (benchmarks/parity)
+    rises = settings.sync.arguments_of("outer").get("momentum_warmup", 0) > 0
+    if gain is not None and gain > _HIGH_GAIN and rounds < _MANY_ROUNDS and not (start or rises):
         return (
             f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({rounds}) for its momentum "
             f"to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "

@@ -197,6 +197,13 @@ class StateTransfer:
                 self._drop_unused(fragment)
             return snapshot
 
+    async def held(self, fragment: int, wanted: Offer) -> TensorBytes | None:
+        """Return the bytes of an offered state that this replica began with, too, so that they need not travel."""
+        if wanted.finished_rounds or self._source is None:
+            return None
+        mine = await self._snapshot(fragment)
+        return mine.values if mine is not None and mine.offer.snapshot == wanted.snapshot else None
+
     def _is_kept(self, snapshot: Snapshot) -> bool:
         now_s = asyncio.get_running_loop().time()
         return now_s < snapshot.until_s and any(now_s - read_s < _KEPT_S for read_s in snapshot.leases.values())
@@ -336,6 +343,10 @@ class _Fetch:
     async def _receive(self, wanted: Offer, holders: Sequence[int]) -> dict[str, Any] | None:
         """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
         self._begin(wanted)
+        held = await self.transfer.held(self.fragment, wanted)
+        while held is not None and (left := wanted.bytes - self.offset):
+            self._write(held.read(self.offset, min(MAX_CHUNK_BYTES, left)))
+            await asyncio.sleep(0)  # other work of the thread goes on
         waiting = deque(holders)
         while self.offset < wanted.bytes:
             if not waiting:
@@ -358,6 +369,11 @@ class _Fetch:
             self._drop(donor, f"its {', '.join(bad)} hold NaN or infinity")
         return None if bad else self.state
 
+    def _write(self, data: bytes) -> None:
+        self.values.write(self.offset, data)
+        self.digest.update(data)
+        self.offset += len(data)
+
     async def _continue(
         self, donor: int, wanted: Offer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
@@ -374,9 +390,7 @@ class _Fetch:
             self.transfer.fetched_bytes += size
             if chunk.offset != self.offset or size > left:
                 raise TransportError(f"{size} bytes at {chunk.offset} arrived where byte {self.offset} was next")
-            self.values.write(self.offset, chunk.data)
-            self.digest.update(chunk.data)
-            self.offset += size
+            self._write(chunk.data)
             self.senders.add(donor)
             self.failures[donor] = 0
             self.begin_pauses()
