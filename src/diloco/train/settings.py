@@ -313,40 +313,60 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
     return number, overlap
 
 
-_NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
-    ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
-    ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
-    ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
-    ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
-    *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
-    ("network.replica", "replica", (None,), "network.transport", ("tcp", "swarm")),
-    ("network.replica_size", "replica_size", (1,), "network.transport", ("in-process", "tcp", "torch")),
-    *(
-        (f"network.{each}", each, (), "network.transport", ("tcp", "swarm"))
-        for each in ("join", "listen", "secret_file")
+@dataclass(frozen=True)
+class _Need:
+    """A setting that only works with some values of another one, unless it has a value that always works."""
+
+    key: str
+    other: str  # the key of the setting that it depends on
+    works: tuple[str, ...]  # the values of that one with which it works
+    always: tuple[object, ...] = ()  # its own values that always work; none: all that are false
+    attribute: str = ""  # where its value is, if not at its key
+
+    def check(self, settings: RunSettings) -> None:
+        value, choice = attrgetter(self.attribute or self.key)(settings), attrgetter(self.other)(settings)
+        is_used = value not in self.always if self.always else bool(value)
+        _refuse_if(
+            is_used and choice not in self.works,
+            f"{self.key}={value!r} can't be used with {self.other}={choice!r}. Leave it out, or use "
+            f"--{self.other.rpartition('.')[2]} {' or '.join(self.works)}.",
+        )
+
+
+_OUTER_LOOPS = ("streaming", "diloco")
+_NEEDS = (
+    _Need("sync.average", "algorithm", _OUTER_LOOPS, always=("mean",)),
+    _Need(
+        "sync.arguments.average.codec",
+        "algorithm",
+        _OUTER_LOOPS,
+        always=("auto", "float32"),
+        attribute="sync.mean_codec",
     ),
+    _Need("sync.arguments.average.max_norm", "algorithm", _OUTER_LOOPS, attribute="sync.max_norm"),
+    _Need("sync.merge_alpha", "algorithm", ("streaming",)),
+    _Need("sync.overlap_steps", "algorithm", ("streaming",)),
+    _Need("network.straggler", "network.transport", ("swarm",), always=("wait",)),
+    _Need("network.run", "network.transport", ("swarm",)),
+    _Need("network.allow", "network.transport", ("swarm",)),
+    _Need("network.announce", "network.transport", ("swarm",)),
+    _Need("network.replica", "network.transport", ("tcp", "swarm"), always=(None,)),
+    _Need("network.replica_size", "network.transport", ("in-process", "tcp", "torch"), always=(1,)),
+    _Need("network.join", "network.transport", ("tcp", "swarm")),
+    _Need("network.listen", "network.transport", ("tcp", "swarm")),
+    _Need("network.secret_file", "network.transport", ("tcp", "swarm")),
     # replicas that join and leave can't average gradients at every step
-    ("algorithm", "algorithm", ("streaming", "diloco"), "network.transport", ("in-process", "tcp", "torch")),
-    ("data.local", "local", (), "network.transport", ("torch", "tcp", "swarm")),
-    ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
+    _Need("algorithm", "network.transport", ("in-process", "tcp", "torch"), always=_OUTER_LOOPS),
+    _Need("data.local", "network.transport", ("torch", "tcp", "swarm")),
+    _Need("network.on_loss", "network.transport", ("in-process", "tcp", "swarm"), always=("stop",)),
 )
-"""What can only be used with some algorithms or transports: its key, its field, the values that always work
-(none: all that are false), the setting that it depends on, and the values of that one with which the others work."""
 
 
 def _check_together(settings: RunSettings) -> None:
     """Refuse what the chosen algorithm or transport does not support."""
     network, sync = settings.network, settings.sync
-    for key, leaf, usual, other, works in _NEEDS:
-        section = getattr(settings, key.partition(".")[0]) if "." in key else settings
-        value, choice = getattr(section, leaf), attrgetter(other)(settings)
-        _refuse_if(
-            (value not in usual if usual else bool(value)) and choice not in works,
-            f"{key}={value!r} can't be used with {other}={choice!r}. Leave it out, or use "
-            f"--{other.rpartition('.')[2]} {' or '.join(works)}.",
-        )
+    for need in _NEEDS:
+        need.check(settings)
     _refuse_if(
         sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
         f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
