@@ -173,7 +173,8 @@ def save_session(
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
     ``replica-M`` its place in the data, and ``replica-M-own-S`` what else its rank S has.
     """
-    run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
+    transport = {"name": session.settings.network.transport, **session.fleet.state_dict()}
+    run = {"totals": vars(session.totals), "transport": transport, "random": process_random()}
     states = [ReplicaState(replica.inner, replica.diloco) for replica in session.replicas]
     first, group = states[0], session.fleet.group
     parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
@@ -260,8 +261,9 @@ def checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _transport_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
-    """Return the state for the session's fleet, of whichever kind the fleet was that saved it."""
-    together, saved_together = ("decided" in each for each in (session.fleet.state_dict(), state))
+    """Return the state for the session's fleet, over whichever transport it was saved."""
+    together = session.settings.network.transport == "in-process"  # all replicas in this process
+    saved_together = state["name"] == "in-process"
     if together and not saved_together:
         return {"traffic": [each.load("run")["transport"]["traffic"] for each in saved.values()], "network": None}
     if saved_together and not together:
