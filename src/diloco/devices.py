@@ -155,7 +155,9 @@ def choose_device(name: str) -> torch.device:
 
     apple = torch.backends.mps.is_available()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if apple else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if apple else "cpu")
     device = torch.device(name)
     if device.type == "mps" and not apple:
         raise ConfigurationError("The device 'mps' is not available: torch sees no Apple GPU. Use cpu or auto instead.")

@@ -150,7 +150,10 @@ def format_ratio(ratio: float) -> str:
     >>> [format_ratio(ratio) for ratio in (412.4, 12.3, 3.14159, 1.04, 51_234)]
     ['412x', '12x', '3.1x', '1.04x', '51,234x']
     """
-    return f"{ratio:,.{0 if ratio >= 9.95 else 1 if ratio >= 1.95 else 2}f}x"
+    decimals = 2
+    if ratio >= 1.95:
+        decimals = 0 if ratio >= 9.95 else 1
+    return f"{ratio:,.{decimals}f}x"
 
 
 def format_duration(seconds: float) -> str:

@@ -72,13 +72,21 @@ def check_number(
         bounds = (operator.ge, ge), (operator.gt, gt), (operator.le, le), (operator.lt, lt), *finite
         if all(bound is None or fits(value, bound) for fits, bound in bounds):
             return
-    low = f"of at least {ge}" if ge is not None else f"above {gt}" if gt is not None else ""
-    high = f"of at most {le}" if le is not None else f"below {lt}" if lt is not None else ""
-    words = f"from {ge} to {le}" if None not in (ge, le) else " and ".join(filter(None, (low, high)))
-    kind = "whole number" if whole else "number" if high else "finite number"
+    has_bound_above = le is not None or lt is not None
+    kind = "number" if has_bound_above else "finite number"
+    if whole:
+        kind = "whole number"
+    words = _range(ge, gt, le, lt)
     if whole and not words and isinstance(value, Integral):
         words = "of at most 64 bits"
     raise ConfigurationError(f"{name} must be a {kind}{' ' if words else ''}{words}, got {value!r}.")
+
+
+def _range(ge: float | None, gt: float | None, le: float | None, lt: float | None) -> str:
+    if ge is not None and le is not None:
+        return f"from {ge} to {le}"
+    bounds = ("of at least", ge), ("above", gt), ("of at most", le), ("below", lt)
+    return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -103,8 +111,10 @@ def check_range(name: str, value: Any, hint: Any) -> None:
 
     None is in every range.
     """
+    if value is None:
+        return
     for mark in (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Meta)):
-        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+        for number in value if isinstance(value, tuple) else (value,):
             whole = int in (hint.__origin__, *get_args(hint.__origin__))
             check_number(name, number, ge=mark.ge, gt=mark.gt, le=mark.le, lt=mark.lt, whole=whole)
 

@@ -34,14 +34,15 @@ def load_optimizer_state(
 
 def slots_on_host(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the slots that have tensors on the host though the parameter is elsewhere."""
-    names = {
-        slot
-        for parameter, slots in optimizer.state.items()
-        if isinstance(parameter, Tensor) and parameter.device.type != "cpu"
-        for slot, value in slots.items()
-        if any(tensor.device.type == "cpu" for tensor in _tensors(value))
-    }
+    names = set[str]()
+    for parameter, slots in optimizer.state.items():
+        if isinstance(parameter, Tensor) and parameter.device.type != "cpu":
+            names.update(slot for slot, value in slots.items() if _is_on_host(value))
     return sorted(names)
+
+
+def _is_on_host(value: Any) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -54,12 +54,10 @@ def reshard(model: nn.Module) -> None:
 def all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return each parameter under each of its names; tied ones have several."""
     reshard(model)
-    return [
-        (prefix + name, parameter)
-        for prefix, module in _modules(model)
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+    named = list[tuple[str, nn.Parameter]]()
+    for prefix, module in _modules(model):
+        named += [(prefix + name, each) for name, each in module._parameters.items() if each is not None]
+    return named
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -163,12 +161,13 @@ def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] =
 
 def all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return each persistent buffer under each of its names; one that several modules share has several."""
-    return [
-        (prefix + name, buffer)
-        for prefix, module in _modules(model)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
-    ]
+    named = list[tuple[str, Tensor]]()
+    for prefix, module in _modules(model):
+        left_out = getattr(module, "_non_persistent_buffers_set", ())
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in left_out:
+                named.append((prefix + name, buffer))
+    return named
 
 
 def _once(tensors: list[tuple[str, Named]]) -> dict[str, Named]:

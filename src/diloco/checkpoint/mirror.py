@@ -433,12 +433,10 @@ def _passed_over(
 ) -> Iterator[str]:
     """Yield sentences about the uploads that are newer than those ``chosen``."""
     yield from damaged.values()
-    newer = {
-        each.name
-        for replica, (upload, _) in chosen.items()
-        for each in uploads[replica]
-        if each.number > upload.number and each.name != upload.name
-    }
+    newer = set[str]()
+    for replica, (upload, _) in chosen.items():
+        later = {each.name for each in uploads[replica] if each.number > upload.number}
+        newer |= later - {upload.name}
     if not newer:
         return
     name = max(newer)

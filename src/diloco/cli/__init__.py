@@ -112,7 +112,9 @@ def _dispatch(words: Sequence[str]) -> int:
     try:
         return run(rest)
     except SystemExit as stop:  # tyro exits after --help (0) or a usage error (2)
-        return stop.code if isinstance(stop.code, int) else DONE if stop.code is None else FAILED
+        if stop.code is None:
+            return DONE
+        return stop.code if isinstance(stop.code, int) else FAILED
 
 
 def _help() -> str:

@@ -264,7 +264,9 @@ def _site(options: PlanSettings, settings: Configuration, flops_per_token: float
 def _peak_flops_per_s(gpus: str) -> float:
     """Return the peak rate in bfloat16 of GPUs such as "8 H100"."""
     number, _, name = gpus.strip().rpartition(" ")
-    count = 1 if not number else int(number) if number.isdecimal() else 0
+    count = 1
+    if number:
+        count = int(number) if number.isdecimal() else 0
     peak = known_peak_flops_per_s(name, "bfloat16")
     if not count or peak is None:
         known = ", ".join("|".join(pattern for pattern, *_ in PEAKS).split("|"))

@@ -62,9 +62,11 @@ def run_sweep(arguments: Sequence[str]) -> int:
             return 0
         folder.mkdir(exist_ok=True)
         for each, error in run_all(rest, folder, places(given.jobs), lock):
-            print(f"  {'start ' if error is None else 'failed' if error else 'done  '} {each.name}", flush=True)
-            if error is not None:
-                errors[each.plan.record] = error
-                save()
+            if error is None:
+                print(f"  start  {each.name}", flush=True)
+                continue
+            print(f"  {'failed' if error else 'done  '} {each.name}", flush=True)
+            errors[each.plan.record] = error
+            save()
         print(save())
     return 1 if any(errors.values()) else 0

@@ -432,4 +432,6 @@ def _train(
             f"{summary['rounds_void']} were void; metrics.jsonl says why. Remove the cause, then {then}."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
-    return INTERRUPTED if interrupted else FAILED if in_vain else DONE
+    if interrupted:
+        return INTERRUPTED
+    return FAILED if in_vain else DONE

@@ -132,7 +132,8 @@ def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> V
 
 
 def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
-    flags = {flag: key for key in keys.values() if not key.is_positional for flag in (key.flag, *key.aliases)}
+    options = [key for key in keys.values() if not key.is_positional]
+    flags = {flag: key for key in options for flag in (key.flag, *key.aliases)}
     negations = {_negation(flag): key for flag, key in flags.items() if key.is_negatable}
     tables = [key for key in keys.values() if key.is_table]
     words, places = deque(arguments), list[str]()
@@ -190,7 +191,9 @@ def _value(key: Key, flag: str, texts: list[str], following: Iterable[str]) -> A
         raise ConfigurationError(
             f"{flag} needs a value.{f' For the value {word} itself, use {flag}={word}.' if word else ''}"
         )
-    value: Any = texts if key.is_list else _toml_value(flag, texts[0]) if key.is_table else texts[0]
+    value: Any = texts
+    if not key.is_list:
+        value = _toml_value(flag, texts[0]) if key.is_table else texts[0]
     return convert(key, value, " ".join([flag, *texts]), typed=True)
 
 
@@ -226,11 +229,12 @@ def _show_help(
         text, default = key.help, shown.get(key.name)
         silent = default in (None, (), {}, "", MISSING) or "efault:" in text
         silent = silent or (default is False and not key.is_negatable)
+        hint = "" if silent else f"(default: {_show(default)})"
         about = arg(
             name=key.short.removeprefix("--") if key.short and not inside else None,
             aliases=key.aliases if inside or not key.short else None,
             help=text,
-            help_behavior_hint=None if key.default is MISSING else "" if silent else f"(default: {_show(default)})",
+            help_behavior_hint=None if key.default is MISSING else hint,
             metavar=None if key.is_switch else _metavar(key),
         )
         kind: Any = tuple[str, ...] if key.is_list else str
@@ -279,8 +283,8 @@ def command_text(command: str, *places: object, flags: Mapping[str, object] = {}
         if isinstance(value, bool):
             words.append(flag if value else _negation(flag))
             continue
-        items = value if isinstance(value, tuple) else [in_toml(value) if isinstance(value, Mapping) else value]
-        texts = [str(item) for item in items]
+        items = value if isinstance(value, tuple) else (value,)
+        texts = [in_toml(item) if isinstance(item, Mapping) else str(item) for item in items]
         plain_first = not texts or not texts[0].startswith("-")
         words += [flag] if plain_first else []
         words += [f"{flag}={text}" if text.startswith("-") else text for text in texts]

@@ -344,7 +344,9 @@ def base_card(settings: ModelSettings) -> dict[str, str]:
             stored = read_json(folder / CONFIG_NAME)
             cached = re.search(r"models--(\w[\w.-]*?)--(\w[\w.-]*)/snapshots/", f"{folder.resolve()}/")
             named = str(stored.get("_name_or_path"))
-            name = "/".join(cached.groups()) if cached else named if _ON_HUB.fullmatch(named) else settings.label
+            name = named if _ON_HUB.fullmatch(named) else settings.label
+            if cached:
+                name = "/".join(cached.groups())
             file: Any = folder / CARD_NAME
             card = {"license": stored.get("license")}
         else:

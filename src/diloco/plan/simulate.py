@@ -21,6 +21,7 @@ from diloco.algorithm import (
     PLAIN_MEAN,
     Codec,
     MeanCodec,
+    Merge,
     Send,
     SyncSchedule,
     Uplink,
@@ -248,16 +249,18 @@ class Simulated:
         rates = self._conditions.carried_bits_per_s(bandwidth, 2 * latency_s, self._connections)
         self._links = Links(rates, latency_s)
         self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
-        self._earlier_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
+        self.steps, self.compute_s = len(computed_s) - 1, computed_s[-1]
+        self._earlier_s = self.waited_s = self.spent_s = self.sent_bytes = np.zeros(len(site.links))
+        self.merged: list[SimulatedRound] = []
         # fragment -> end of encoding, commit; in the order of sending
         self.in_flight: dict[int, tuple[Floats, Floats]] = {}
 
-    def measure(self, step: int) -> None:
-        """Begin the measured part after ``step``."""
+    def measure_from(self, step: int) -> None:
+        """Begin the measured part after ``step``; before it is called, all steps are measured."""
         self._earlier_s = self._earlier_s + self.waited_s + self.spent_s
         self.steps, self.compute_s = len(self._computed_s) - 1 - step, self._computed_s[-1] - self._computed_s[step]
         self.waited_s = self.spent_s = self.sent_bytes = np.zeros_like(self._earlier_s)
-        self.merged: list[SimulatedRound] = []
+        self.merged = []
 
     @property
     def compute_utilization(self) -> float:
@@ -282,6 +285,14 @@ class Simulated:
         """Return the clocks after ``step``, including the waits and the work recorded so far."""
         clocks_s: Floats = self._computed_s[step] + self._earlier_s + self.waited_s + self.spent_s
         return clocks_s
+
+    def act(self, actions: Sequence[Send | Merge], step: int) -> None:
+        """Send and merge the fragments that are due after ``step``."""
+        for action in actions:
+            if isinstance(action, Send):
+                self.send(action.fragment, step)
+            else:
+                self.merge(action.fragment, step)
 
     def send(self, fragment: int, step: int) -> None:
         """Send a fragment after ``step``."""
@@ -329,11 +340,11 @@ def simulate(
     """
     run = Simulated(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
     for begin, end in itertools.pairwise((0, measure_from, steps)):
-        run.measure(begin)
-        for step in (step for step in schedule.busy_steps(end) if step > begin):
-            for action in schedule.actions(step):
-                act = run.send if isinstance(action, Send) else run.merge
-                act(action.fragment, step)
+        if begin:
+            run.measure_from(begin)
+        for step in schedule.busy_steps(end):
+            if step > begin:
+                run.act(schedule.actions(step), step)
     return run
 
 

@@ -54,8 +54,9 @@ class Run:
     def folder(self) -> str:
         """Return the name of its folder, with a digest of every setting, the files that they name, and this version."""
         settings = flatten(self.plan.configuration)
-        own = ((key, name) for key, names in own_code(settings).items() for name in names if is_own(name))
-        code = [code_digest(find(key, name, object)) for key, name in own]
+        code = []
+        for key, names in own_code(settings).items():
+            code += [code_digest(find(key, name, object)) for name in names if is_own(name)]
         settings = json_ready(settings)
         about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
         return f"{self.name[:100]}-{xxhash.xxh3_64_hexdigest(about.encode())}"

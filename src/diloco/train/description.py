@@ -109,6 +109,7 @@ def identity(
         tokenizer: the facts of the tokenizer.
     """
     train, network, packing = settings.train, settings.network, settings.data.packing
+    first = "base model" if settings.model.lora_rank else "first weights"
     documents = f"conversations, {packing or 'masked'}" if settings.data.chat else f"text, {packing or 'joined'}"
     weighting = {"tokens": "by the steps trained", "equal": "all alike"}.get(str(settings.sync.weight), "as given")
     replicas = f"{network.replicas} of {network.replica_size} ranks"
@@ -121,7 +122,7 @@ def identity(
         "protocol version": str(PROTOCOL_VERSION),
         "model": _model_fingerprint(trainable_parameters(model)),
         "configuration": _configuration_digest(settings, model),
-        **({"base model" if settings.model.lora_rank else "first weights": base} if base else {}),
+        **({first: base} if base else {}),
         **(tokenizer or {}),
         "algorithm": settings.algorithm,
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",

@@ -248,7 +248,9 @@ def make_inner_optimizer(
     except ConfigurationError:
         raise
     except Exception as error:
-        shown = name if is_own(name) else "diloco.muon" if make is muon else f"torch.optim.{name}"
+        shown = name if is_own(name) else f"torch.optim.{name}"
+        if make is muon:
+            shown = "diloco.muon"
         raise ConfigurationError(f"{shown} refused {settings.arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(

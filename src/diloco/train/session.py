@@ -392,8 +392,10 @@ class Session:
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         # no rank may have room for the whole model; but code of the user and bitsandbytes need real memory
         on_meta = strategy == "fsdp" and settings.model.kind != "module" and settings.model.quantization is None
-        place = "meta" if on_meta else "cpu" if strategy == "fsdp" else self.device
-        model = build_language_model(settings.model, seed=settings.seed, device=place)
+        device = "cpu" if strategy == "fsdp" else self.device
+        if on_meta:
+            device = "meta"
+        model = build_language_model(settings.model, seed=settings.seed, device=device)
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
         if on_meta:

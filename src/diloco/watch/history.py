@@ -36,7 +36,9 @@ class Round:
     @property
     def state(self) -> str:
         """The state of the round: "sent", "merged" if at least one replica merged it, or "void"."""
-        return "merged" if self.waits_s else "void" if self.void else "sent"
+        if self.waits_s:
+            return "merged"
+        return "void" if self.void else "sent"
 
     @property
     def absent(self) -> list[int]:
@@ -371,7 +373,9 @@ class RunHistory:
     def step(self) -> int:
         """The number of inner steps finished by the most advanced process, or by half of those that are not trusted."""
         steps = sorted(each.step for each in self.processes.values())
-        return 0 if not steps else steps[-1] if self.trusted else steps[len(steps) // 2]
+        if not steps:
+            return 0
+        return steps[-1] if self.trusted else steps[len(steps) // 2]
 
     @property
     def first(self) -> ProcessHistory:

@@ -244,7 +244,9 @@ def _left_s(process: ProcessHistory) -> float | None:
 def _state(process: ProcessHistory) -> str:
     if process.interrupted or process.finished:
         return "interrupted" if process.interrupted else "finished"
-    return "not started" if not process.reported else "joining" if process.fetched else "running"
+    if not process.reported:
+        return "not started"
+    return "joining" if process.fetched else "running"
 
 
 def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
@@ -275,11 +277,14 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
         process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
         status = report.status
+        state = _state(process or run.first) if replica in run.expected else "gone"
+        if peer:
+            state = peer.state
         row = {
             "replica": replica,
             "name": names.get(str(replica)),
             "peer": report.peer_id,
-            "state": peer.state if peer else "gone" if replica not in run.expected else _state(process or run.first),
+            "state": state,
             "fetched": process.fetched if process else None,
             "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
             "way": report.route,
