@@ -16,6 +16,7 @@ ORDER = (
     "errors",
     "plugins",
     "private_files",
+    "traits",
     "units",
     "terminal",
     "waiting",

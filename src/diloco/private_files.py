@@ -17,17 +17,6 @@ MAX_READ_BYTES = 1 << 26
 """Of a file with settings, in a folder from elsewhere."""
 
 
-class NoPlace:
-    """See `NO_PLACE`."""
-
-
-NO_PLACE = NoPlace()
-"""A mark in the annotation of a setting that is text, but names nothing that a run reads, writes or listens at.
-
-All other texts and paths do, so that a folder or bucket of somebody else can't choose them unseen.
-"""
-
-
 def check_url(url: str) -> None:
     """Refuse a URL with a password, which would get into settings and logs, or of a store that can run foreign code.
 

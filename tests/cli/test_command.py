@@ -8,6 +8,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from tyro.conf import Positional
@@ -16,6 +17,7 @@ from diloco import __version__
 from diloco.cli import COMMANDS, main
 from diloco.config import parse_options
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
+from diloco.traits import Trait
 from tests.cli.runs import refused
 
 
@@ -186,7 +188,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: Positional[str]
-    prompt: str = ""
+    prompt: Annotated[str, Trait.MAY_BE_EMPTY] = ""
     json: bool = False
 
 

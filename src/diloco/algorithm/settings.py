@@ -21,7 +21,7 @@ from tyro.conf import arg
 from diloco.algorithm.checks import check_number
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import call, check_switches, is_own, takes
-from diloco.private_files import NO_PLACE
+from diloco.traits import Trait
 
 Strategy = Literal["strided", "sequential", "balanced"]
 
@@ -141,23 +141,23 @@ class SyncSettings:
     """strided: every n-th layer, and one fragment for all parameters outside the layers; sequential: the same with
     neighbouring layers; balanced: parameters packed into fragments of nearly equal size. A single fragment holds the
     whole model."""
-    codec: Annotated[str | None, arg(aliases=["--codec"]), NO_PLACE] = None
+    codec: Annotated[str | None, arg(aliases=["--codec"]), Trait.NO_PLACE] = None
     """float32, float16, bfloat16, int8, fp4, sign, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
     """Share of the codec's error that is added to the next pseudo-gradient, 0..1."""
-    outer: Annotated[str, NO_PLACE] = "nesterov"
+    outer: Annotated[str, Trait.NO_PLACE] = "nesterov"
     """Outer optimizer: nesterov (SGD with Nesterov momentum, the papers'), sgd, or module:class for your own."""
     outer_learning_rate: Annotated[float | None, Meta(gt=0), arg(aliases=["--outer-learning-rate"])] = None
     """Outer learning rate. Default: 0.7 for diloco, 0.4 for streaming (the papers')."""
     outer_momentum: Annotated[float, Meta(ge=0, lt=1), arg(aliases=["--outer-momentum"])] = 0.9
     """Nesterov momentum (mu)."""
-    merge: Annotated[str | None, NO_PLACE] = None
+    merge: Annotated[str | None, Trait.NO_PLACE] = None
     """alpha: local <- alpha * local + (1 - alpha) * global; rebase: local <- global + (local - local when sent);
     or module:class for your own. Default: alpha if `merge_alpha` is given, else rebase for streaming, alpha for diloco.
     """
     merge_alpha: Annotated[float | None, Meta(ge=0, le=1), arg(aliases=["--merge-alpha"])] = None
     """Weight of the local parameters in the merge, 0..1. Default: 0."""
-    average: Annotated[str, NO_PLACE] = "mean"
+    average: Annotated[str, Trait.NO_PLACE] = "mean"
     """mean: the weighted mean of all contributors; senders: each value averaged over the replicas that sent a nonzero
     value, for topk2; or module:class for your own. All but mean send every payload to every replica."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.events import to_json
 from diloco.terminal import as_typed, plain
+from diloco.traits import Trait
 from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
 
@@ -153,13 +154,13 @@ class GenerateOptions(AppliedOptions):
       diloco generate runs/streaming-tiny --prompt "$(cat beginning.txt)" --json
     """
 
-    prompt: str = ""
+    prompt: Annotated[str, Trait.MAY_BE_EMPTY] = ""
     """Text to continue. Default: none, so that the text is a new document."""
     chat: bool = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
     format: Annotated[str, arg(aliases=["--data.format"], metavar="{chat,chatml,plain,FILE.jinja}")] = "chat"
     """--chat: the chat template, as in training. Default: the model's own."""
-    system: str = ""
+    system: Annotated[str, Trait.MAY_BE_EMPTY] = ""
     """--chat: system message at the beginning of the conversation."""
     tokens: Annotated[int, Meta(ge=0)] = 200
     """Maximum number of tokens; an end-of-document token ends the text early."""

@@ -12,8 +12,8 @@ from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, get_preset
 from diloco.monitor import MonitorSettings
 from diloco.plugins import confirm_file
-from diloco.private_files import NO_PLACE
 from diloco.train import RunSettings
+from diloco.traits import Trait
 
 DEFAULT_PRESET = "tiny"
 FINETUNE = "finetune"  # has no model of its own
@@ -42,9 +42,9 @@ _NAMED_BY = {
 class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
-    preset: Annotated[str, NO_PLACE] = DEFAULT_PRESET
+    preset: Annotated[str, Trait.NO_PLACE] = DEFAULT_PRESET
     """Preset of model and training; `diloco presets` lists all."""
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    monitor: Annotated[MonitorSettings, Trait.OF_MACHINE, Trait.CHANGEABLE] = field(default_factory=MonitorSettings)
 
     @property
     def model_label(self) -> str:

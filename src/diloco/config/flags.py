@@ -22,7 +22,6 @@ from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.algorithm import check_ranges
 from diloco.config.keys import (
-    MAY_BE_EMPTY,
     POSITIONAL,
     Key,
     Values,
@@ -37,6 +36,7 @@ from diloco.config.keys import (
 )
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
+from diloco.traits import Trait
 from diloco.units import Duration, Rate
 
 # TypedDict is called with names that a type checker can't know.
@@ -186,7 +186,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _value(key: Key, flag: str, texts: list[str], following: Iterable[str]) -> Any:
-    if not texts and not (key.is_list and key.name in MAY_BE_EMPTY):
+    if not texts and not (key.is_list and Trait.MAY_BE_EMPTY in key.traits):
         word = next(iter(following), None)
         raise ConfigurationError(
             f"{flag} needs a value.{f' For the value {word} itself, use {flag}={word}.' if word else ''}"

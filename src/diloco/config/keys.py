@@ -22,7 +22,8 @@ import msgspec
 from tyro.conf import Positional
 
 from diloco.errors import ConfigurationError
-from diloco.private_files import NO_PLACE, read_regular
+from diloco.private_files import read_regular
+from diloco.traits import Trait
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 from diloco.waiting import described
 
@@ -47,7 +48,12 @@ class Key:
     is_switch: bool  # its flag takes no value
     is_list: bool  # its flag takes several words
     is_table: bool  # a table of TOML, whose entries have dotted names of their own
-    is_place: bool  # whether it names something that a run reads, writes or listens at
+    traits: frozenset[Trait]  # its own, and those of its section
+
+    @property
+    def is_place(self) -> bool:
+        """Whether it names something that a run reads, writes or listens at."""
+        return self.kind in (str, Path) and Trait.NO_PLACE not in self.traits
 
     @property
     def section(self) -> str:
@@ -88,9 +94,11 @@ def _keys(settings_type: Any) -> dict[str, Key]:
     for field in dataclasses.fields(settings_type):
         hint: Any = hints[field.name]
         annotation, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
         if dataclasses.is_dataclass(annotation):
-            keys = {f"{field.name}.{name}": key for name, key in keys_of(annotation).items()}
-            nested |= {name: dataclasses.replace(key, name=name) for name, key in keys.items()}
+            for key in keys_of(annotation).values():
+                name = f"{field.name}.{key.name}"
+                nested[name] = dataclasses.replace(key, name=name, traits=key.traits | traits)
             continue
         factory, kind = field.default_factory, annotation
         while get_origin(kind) in (Union, types.UnionType, tuple):
@@ -107,7 +115,7 @@ def _keys(settings_type: Any) -> dict[str, Key]:
             is_switch=annotation is bool,
             is_list=get_origin(annotation) is tuple,
             is_table=get_origin(annotation) is Mapping,
-            is_place=kind in (str, Path) and NO_PLACE not in marks,
+            traits=traits,
         )
     return {**top, **nested}
 
@@ -186,9 +194,6 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close!r}?" if (close := nearest_name(name, known)) else "."
 
 
-MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
-"""Settings and options to which an empty text has a meaning."""
-
 UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
 
 
@@ -249,7 +254,7 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
     if type(None) in get_args(key.annotation) and not is_text and isinstance(value, str) and value.lower() == UNSET:
         return None
     try:
-        if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
+        if Trait.MAY_BE_EMPTY not in key.traits and (value == "" or (isinstance(value, list) and "" in value)):
             raise msgspec.ValidationError("expected a value that is not empty")
         return freeze(msgspec.convert(value, described(key.annotation), strict=is_text or not typed, dec_hook=_decode))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second for bytes that aren't text

@@ -32,25 +32,12 @@ from diloco.errors import ConfigurationError
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.private_files import read_regular
 from diloco.train import notes, resolve
+from diloco.traits import Trait
 
 if TYPE_CHECKING:
     from diloco.data import Corpus
 
 CONFIG_FILE = "config.toml"
-
-_PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
-"""Settings that identify one process of a run. They are not written to ``config.toml``."""
-
-_PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
-
-_CHANGEABLE = (
-    *("train.steps", "train.stop_after", "train.activation_checkpointing", "train.global_device"),
-    *("out", "evaluation", "checkpoint", "monitor", "network", "emulate", "data.paths"),
-)
-"""Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule, which the run prints a note about. Data may be elsewhere, but
-must be the same. A replica keeps its number
-of processes, only a swarm may change `network.replicas`, and no other run becomes a swarm or the reverse."""
 
 _CODE_KEYS = [key for key in KEYS if key not in ("model.source", "monitor.sinks")]
 
@@ -155,7 +142,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         for name in line.values
         if not same_code(wanted[name], saved[name])
         and not _may_have_moved(name, saved[name], wanted[name])
-        and (name in decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+        and (name in decided or not _has(name, Trait.CHANGEABLE))
     ]
     if fixed:
         raise ConfigurationError(
@@ -201,15 +188,16 @@ def chosen_places(line: CommandLine) -> Values:
 def _places(settings: Configuration) -> Values:
     """Return the settings that name what a run reads, writes or listens at beside its folder, unless by default."""
     values, usual = flatten(settings), flatten(Configuration())
-    elsewhere = {*_PER_CALL_KEYS, *_PROCESS_KEYS}
-    names = [name for name, key in keys_of(Configuration).items() if key.is_place and name not in elsewhere]
+    places = [name for name, key in keys_of(Configuration).items() if key.is_place]
+    names = [name for name in places if not _has(name, Trait.OF_CALL, Trait.OF_PROCESS)]
     return {name: values[name] for name in names if values[name] != usual[name]}
 
 
 def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
     """Refuse the settings of a run at ``url``, in the file ``path``, if they choose a place that is not ``typed``."""
     saved, usual = read_record(path), flatten(Configuration())
-    own = {name: value for name, value in flatten(saved).items() if name in _PROCESS_KEYS and value != usual[name]}
+    values = flatten(saved)
+    own = {name: values[name] for name in _keys_with(Trait.OF_PROCESS) if values[name] != usual[name]}
     chosen = _chosen(saved) | own  # which no run writes
     if chosen.pop("checkpoint.mirror", url) != url:  # this is a copy, and the original may be in use
         chosen["checkpoint.mirror"] = url
@@ -252,7 +240,8 @@ def _run_folder(resume: Path, replica: int | None = None) -> tuple[Path, Path]:
 
 def _record(configuration: Configuration) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
-    left_out = {name: keys_of(Configuration)[name].default for name in (*_PROCESS_KEYS, *_PER_CALL_KEYS)}
+    names = _keys_with(Trait.OF_PROCESS, Trait.OF_CALL)
+    left_out = {name: keys_of(Configuration)[name].default for name in names}
     values = flatten(configuration) | left_out
     text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values))
     return f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run.\n\n{text}"
@@ -275,14 +264,6 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
     return build(Configuration, values)
 
 
-_PRIVATE = (
-    *("out", "checkpoint", "monitor", "emulate", *_PROCESS_KEYS),
-    *("train.device", "train.global_device", "train.stop_after"),
-    *("network.name", "network.secret_file"),
-)
-"""Keys and sections about one machine and its owner, which no command for another machine repeats, and no service
-elsewhere gets."""
-
 _FIRST = (
     *("preset", "algorithm", "train.steps", "train.sequence_length", "optimizer.name", "model.source"),
     *("data.paths", "data.format", "network.transport", "network.run"),
@@ -302,7 +283,7 @@ def resume_command(configuration: Configuration, folder: Path, join: Sequence[st
     """
     values, usual = flatten(configuration), flatten(Configuration())
     elastic = configuration.network.elastic
-    own = [name for name in _PROCESS_KEYS if not (elastic and name == "network.join")]
+    own = [name for name in _keys_with(Trait.OF_PROCESS) if not (elastic and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}
     found_flag = {"--found": True} if found else {}
@@ -312,7 +293,7 @@ def resume_command(configuration: Configuration, folder: Path, join: Sequence[st
 def join_command(configuration: Configuration, folder: Path) -> str:
     """Return the command with which other peers join a swarm with these resolved settings, without --join ADDRESS.
 
-    It sets the keys in which the run differs from what the other flags give, except those in `_PRIVATE`. Settings that
+    It sets the keys in which the run differs from what the other flags give, except those of one machine. Settings that
     no flags express are read from the record in ``folder``.
     """
     goal = flatten(configuration)
@@ -340,7 +321,16 @@ def join_command(configuration: Configuration, folder: Path) -> str:
 
 
 def _is_private(name: str) -> bool:
-    return bool({name, name.partition(".")[0]} & {*_PRIVATE})
+    return _has(name, Trait.OF_MACHINE, Trait.OF_PROCESS)
+
+
+def _has(name: str, *traits: Trait) -> bool:
+    """Return whether a setting has one of these traits."""
+    return not keys_of(Configuration)[name].traits.isdisjoint(traits)
+
+
+def _keys_with(*traits: Trait) -> list[str]:
+    return [name for name in keys_of(Configuration) if _has(name, *traits)]
 
 
 def told_settings(configuration: Configuration) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,8 @@ from tyro.conf import arg
 
 from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
-from diloco.private_files import NO_PLACE, check_url
+from diloco.private_files import check_url
+from diloco.traits import Trait
 
 TOKENIZER_NAME = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 28
@@ -47,10 +48,10 @@ def template_file(format: str) -> Path | None:
 class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
-    paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
+    paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH..."), Trait.CHANGEABLE] = ()
     """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns or URLs (s3://, ...), folders
     made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
-    text_field: Annotated[str, NO_PLACE] = "text"
+    text_field: Annotated[str, Trait.NO_PLACE] = "text"
     """Field of records that holds the text."""
     format: Annotated[str, arg(metavar="{text,chat,chatml,plain,FILE.jinja}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers: records with the field

@@ -18,7 +18,8 @@ from diloco.data import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
-from diloco.private_files import NO_PLACE, check_url
+from diloco.private_files import check_url
+from diloco.traits import Trait
 from diloco.transport import EmulateSettings, NetworkSettings
 
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
@@ -30,9 +31,17 @@ _Count = Annotated[int, Meta(ge=1)]
 class TrainSettings:
     """The length, batch size, precision and device of a run."""
 
-    steps: Annotated[_Count, arg(aliases=["--steps"])] = 1000
+    # a run that resumes with more of them stretches its learning rates, which a note says
+    steps: Annotated[_Count, arg(aliases=["--steps"]), Trait.CHANGEABLE] = 1000
     """Inner steps of the whole run. Learning-rate schedules span them."""
-    stop_after: Annotated[int | None, Meta(ge=1), arg(aliases=["--stop-after"])] = None
+    stop_after: Annotated[
+        int | None,
+        Meta(ge=1),
+        arg(aliases=["--stop-after"]),
+        Trait.OF_CALL,
+        Trait.OF_MACHINE,
+        Trait.CHANGEABLE,
+    ] = None
     """Save and stop after this step."""
     batch_size: Annotated[_Count, arg(aliases=["--batch-size"])] = 4
     """Sequences per replica and inner step."""
@@ -42,21 +51,21 @@ class TrainSettings:
     """Tokens per sequence."""
     precision: Annotated[Literal["float32", "bfloat16", "float16"], arg(aliases=["--precision"])] = "float32"
     """Autocast type of the forward pass. Parameters stay float32."""
-    device: Annotated[str, arg(aliases=["--device"]), NO_PLACE] = "auto"
+    device: Annotated[str, arg(aliases=["--device"]), Trait.NO_PLACE, Trait.OF_MACHINE] = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
-    global_device: Literal["model", "cpu"] = "model"
+    global_device: Annotated[Literal["model", "cpu"], Trait.OF_MACHINE, Trait.CHANGEABLE] = "model"
     """Where global parameters and outer state are kept. model: on the model's device; cpu: in (pinned) host memory."""
     parallelism: Literal["fsdp", "ddp"] = "fsdp"
     """How the ranks of one replica hold its state. fsdp: each holds a shard; ddp: each holds a full copy."""
     compile: Annotated[bool, arg(aliases=["--compile"])] = False
     """Compile the model's blocks and parts of the loss with torch.compile."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Annotated[Literal["none", "full", "selective"], Trait.CHANGEABLE] = "none"
     """Recompute activations of a block in the backward pass instead of keeping them. full: all of them; selective: all
     except the outputs of matrix products and attention. The results are the same bits."""
     data_parallel_steps: Annotated[int, Meta(ge=0), arg(aliases=["--data-parallel-steps"])] = 0
     """Start with this many shared data-parallel steps. Over tcp and swarm no preset has any."""
     # no run that resumes reads it
-    init_from: Annotated[Path | None, arg(aliases=["--init-from"]), NO_PLACE] = None
+    init_from: Annotated[Path | None, arg(aliases=["--init-from"]), Trait.NO_PLACE] = None
     """Start from the parameters of a run or checkpoint, a .safetensors file, or a folder of transformers."""
 
 
@@ -64,7 +73,7 @@ class TrainSettings:
 class OptimizerSettings:
     """The inner optimizer and its learning rate."""
 
-    name: Annotated[str, NO_PLACE] = "AdamW"
+    name: Annotated[str, Trait.NO_PLACE] = "AdamW"
     """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, the
     head and vectors use AdamW, whose rate times `matrix_lr_ratio` (10) is that of Muon."""
     learning_rate: Annotated[float, Meta(gt=0), arg(aliases=["--learning-rate"])] = 4e-4
@@ -89,7 +98,7 @@ class EvaluationSettings:
     """Steps between evaluations. Default: a tenth of the run. 0: only at the end."""
     sequences: Annotated[int, Meta(ge=0)] = 256
     """Held-out sequences per evaluation, the same ones every time. 0: all."""
-    sample_prompts: Annotated[tuple[str, ...], NO_PLACE] = ("def ",)
+    sample_prompts: Annotated[tuple[str, ...], Trait.NO_PLACE, Trait.MAY_BE_EMPTY] = ("def ",)
     """Prompts for samples; each gets one sample. An empty prompt starts a new document."""
 
 
@@ -104,7 +113,7 @@ class CheckpointSettings:
     is complete on all of them."""
     mirror: str | None = None
     """Upload checkpoints to s3://..., gs://..., hf://... or a path as well. Each peer of a swarm needs another one."""
-    resume: Annotated[str | None, arg(aliases=["--resume"], metavar="RUN")] = None
+    resume: Annotated[str | None, arg(aliases=["--resume"], metavar="RUN"), Trait.OF_CALL] = None
     """Resume from this run folder, checkpoint or mirror."""
 
     def __post_init__(self) -> None:
@@ -123,7 +132,7 @@ class RunSettings:
             `resolve`.
     """
 
-    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    out: Annotated[Path | None, arg(aliases=["-o"]), Trait.OF_CALL, Trait.OF_MACHINE, Trait.CHANGEABLE] = None
     """Run folder. Default: runs/NAME, numbered if it exists."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of weights, data order and random generators."""
@@ -133,12 +142,15 @@ class RunSettings:
     train: TrainSettings = field(default_factory=TrainSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
-    network: NetworkSettings = field(default_factory=NetworkSettings)
-    emulate: EmulateSettings = field(default_factory=EmulateSettings)
+    # a replica keeps its number of processes, only a swarm may change its replicas, and no other run becomes a swarm
+    network: Annotated[NetworkSettings, Trait.CHANGEABLE] = field(default_factory=NetworkSettings)
+    emulate: Annotated[EmulateSettings, Trait.OF_MACHINE, Trait.CHANGEABLE] = field(default_factory=EmulateSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    evaluation: Annotated[EvaluationSettings, Trait.CHANGEABLE] = field(default_factory=EvaluationSettings)
+    checkpoint: Annotated[CheckpointSettings, Trait.OF_MACHINE, Trait.CHANGEABLE] = field(
+        default_factory=CheckpointSettings
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -321,10 +333,12 @@ class _Need:
     other: str  # the key of the setting that it depends on
     works: tuple[str, ...]  # the values of that one with which it works
     always: tuple[object, ...] = ()  # its own values that always work; none: all that are false
-    attribute: str = ""  # where its value is, if not at its key
+    attribute: str = ""  # of its section, where its value is, if not at its key
 
     def check(self, settings: RunSettings) -> None:
-        value, choice = attrgetter(self.attribute or self.key)(settings), attrgetter(self.other)(settings)
+        section, _, _ = self.key.partition(".")
+        name = f"{section}.{self.attribute}" if self.attribute else self.key
+        value, choice = attrgetter(name)(settings), attrgetter(self.other)(settings)
         is_used = value not in self.always if self.always else bool(value)
         _refuse_if(
             is_used and choice not in self.works,
@@ -341,9 +355,9 @@ _NEEDS = (
         "algorithm",
         _OUTER_LOOPS,
         always=("auto", "float32"),
-        attribute="sync.mean_codec",
+        attribute="mean_codec",
     ),
-    _Need("sync.arguments.average.max_norm", "algorithm", _OUTER_LOOPS, attribute="sync.max_norm"),
+    _Need("sync.arguments.average.max_norm", "algorithm", _OUTER_LOOPS, attribute="max_norm"),
     _Need("sync.merge_alpha", "algorithm", ("streaming",)),
     _Need("sync.overlap_steps", "algorithm", ("streaming",)),
     _Need("network.straggler", "network.transport", ("swarm",), always=("wait",)),

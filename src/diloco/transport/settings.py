@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from diloco.algorithm import check_ranges, check_whole
 from diloco.errors import ConfigurationError
-from diloco.private_files import NO_PLACE
+from diloco.traits import Trait
 from diloco.transport.address import parse_address, parse_listen
 from diloco.units import Duration, Rate
 
@@ -28,7 +28,7 @@ class NetworkSettings:
     join and leave."""
     replicas: Annotated[int, Meta(ge=1), arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
-    replica: Annotated[int | None, Meta(ge=0), arg(aliases=["--replica"])] = None
+    replica: Annotated[int | None, Meta(ge=0), arg(aliases=["--replica"]), Trait.OF_PROCESS] = None
     """tcp: start only this replica here, with --join."""
     replica_size: Annotated[int, Meta(ge=1), arg(aliases=["--replica-size"])] = 1
     """torch, tcp: number of processes (ranks) of one replica."""
@@ -36,21 +36,21 @@ class NetworkSettings:
     """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
     min_replicas: Annotated[int, Meta(ge=1)] = 1
     """After a loss, training continues only if at least this many replicas are left."""
-    run: Annotated[str | None, arg(aliases=["--run"]), NO_PLACE] = None
+    run: Annotated[str | None, arg(aliases=["--run"]), Trait.NO_PLACE] = None
     """swarm: name of the run; peers that give the same name train together."""
-    name: Annotated[str | None, arg(aliases=["--name"]), NO_PLACE] = None
+    name: Annotated[str | None, arg(aliases=["--name"]), Trait.NO_PLACE, Trait.OF_MACHINE] = None
     """swarm: what the other peers call this replica. Default: the name of this machine."""
-    join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
+    join: Annotated[tuple[str, ...], arg(aliases=["--join"]), Trait.OF_PROCESS] = ()
     """tcp: HOST:PORT at which all replicas meet, where replica 0 listens. swarm: addresses of any peers."""
-    listen: str | None = None
+    listen: Annotated[str | None, Trait.OF_PROCESS] = None
     """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. swarm uses FIRST for
     libp2p and LAST for direct connections. nowhere (swarm): others are reached over connections that this peer opens,
     and through relays. Default: any free port."""
-    announce: tuple[str, ...] = ()
+    announce: Annotated[tuple[str, ...], Trait.OF_PROCESS] = ()
     """swarm: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
-    secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
+    secret_file: Annotated[Path | None, arg(aliases=["--secret-file"]), Trait.OF_MACHINE] = None
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
-    allow: Annotated[tuple[str, ...], NO_PLACE] = ()
+    allow: Annotated[tuple[str, ...], Trait.NO_PLACE] = ()
     """swarm: identities of the peers that may take part. Empty: all that know the run's name and secret."""
     round_timeout: Annotated[Duration, Meta(gt=0)] = 600.0
     """A round is void if it takes longer than this from its first contribution to its last commit."""
