@@ -126,59 +126,100 @@ def _help_asked(arguments: Sequence[str]) -> set[str]:
 
 def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
     try:
-        return _scan(keys, command, arguments)
+        return _Scan(keys, arguments).values()
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} See `diloco {command} --help`.") from None
 
 
-def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
-    options = [key for key in keys.values() if not key.is_positional]
-    flags = {flag: key for key in options for flag in (key.flag, *key.aliases)}
-    negations = {_negation(flag): key for flag, key in flags.items() if key.is_negatable}
-    tables = [key for key in keys.values() if key.is_table]
-    words, places = deque(arguments), list[str]()
-    values: Values = {}
-    while words:
-        word = words.popleft()
+class _Scan:
+    """Words of a command line, which become values one flag after the other."""
+
+    def __init__(self, keys: Mapping[str, Key], words: Iterable[str]) -> None:
+        options = [key for key in keys.values() if not key.is_positional]
+        self._positional = [key for key in keys.values() if key.is_positional]
+        self._tables = [key for key in keys.values() if key.is_table]
+        self._flags = {flag: key for key in options for flag in (key.flag, *key.aliases)}
+        self._negations = {_negation(flag): key for flag, key in self._flags.items() if key.is_negatable}
+        self._words, self._places = deque(words), list[str]()
+        self._values: Values = {}
+
+    def values(self) -> Values:
+        """Read all words, and return the values by key."""
+        while self._words:
+            word = self._words.popleft()
+            if word == "--":
+                self._places += self._words
+                break
+            if word == "--debug":
+                DEBUG.set(True)
+            elif _is_flag(word):
+                self._read_flag(word)
+            else:
+                self._places.append(word)
+        self._read_places()
+        return self._values
+
+    def _read_flag(self, word: str) -> None:
         flag, equals, text = word.partition("=")
-        flag = flag if flag in flags else flag.replace("_", "-")
-        table = next((key for key in tables if flag.startswith(f"{key.flag}.") and "" not in flag.split(".")), None)
-        key = flags.get(flag) or negations.get(flag)
-        if word == "--":
-            places += words
-            break
-        if not _is_flag(word):
-            places.append(word)
-        elif word == "--debug":
-            DEBUG.set(True)
-        elif key and key.is_switch:
-            if equals or (words and words[0].lower() in ("true", "false", "yes", "no", "on", "off")):
-                other = f" or {_negation(flag)}" if _negation(flag) in negations else ""
-                raise ConfigurationError(f"{flag} takes no value, got {text or words[0]}. Use {flag}{other}.")
-            values[key.name] = flag not in negations
-        elif key or table:
-            texts = [text] if equals else []
-            while words and not _is_flag(words[0]) and (not texts or (key and key.is_list)):
-                texts.append(words.popleft())
-            if table:
-                entry: Any = _toml_value(flag, texts[0]) if texts else True
-                for part in reversed(flag.removeprefix(f"{table.flag}.").replace("-", "_").split(".")):
-                    entry = {part: entry}
-                values[table.name] = merge(values.get(table.name), entry)
-            elif key:
-                before = values.get(key.name, ()) if key.is_list else ()
-                value = _value(key, flag, texts, words)
-                values[key.name] = (*before, *value) if before else merge(values.get(key.name), value)
+        flag = flag if flag in self._flags else flag.replace("_", "-")
+        given = text if equals else None
+        key = self._flags.get(flag) or self._negations.get(flag)
+        table = next((table for table in self._tables if _names_entry(flag, table)), None)
+        if key and key.is_switch:
+            self._read_switch(key, flag, given)
+        elif table:
+            self._read_entry(table, flag, given)
+        elif key:
+            self._read_option(key, flag, given)
         else:
-            near = nearest_name(flag, [*flags, *negations, "--help"])
+            near = nearest_name(flag, [*self._flags, *self._negations, "--help"])
             raise ConfigurationError(f"there is no flag {flag}{f'; did you mean {near}?' if near else '.'}")
-    for key in keys.values():
-        if key.is_positional and places:
-            count = len(places) if key.is_list else 1
-            values[key.name], places = _value(key, _metavar(key), places[:count], words), places[count:]
-    if places:
-        raise ConfigurationError(f"too many arguments: {' '.join(places)}; put a flag in front of each.")
-    return values
+
+    def _read_switch(self, key: Key, flag: str, given: str | None) -> None:
+        if given is None and self._words and self._words[0].lower() in _TRUTHS:
+            given = self._words[0]
+        if given is not None:
+            other = f" or {_negation(flag)}" if _negation(flag) in self._negations else ""
+            raise ConfigurationError(f"{flag} takes no value, got {given}. Use {flag}{other}.")
+        self._values[key.name] = flag not in self._negations
+
+    def _read_entry(self, table: Key, flag: str, given: str | None) -> None:
+        texts = self._texts(given)
+        entry: Any = _toml_value(flag, texts[0]) if texts else True
+        for part in reversed(flag.removeprefix(f"{table.flag}.").replace("-", "_").split(".")):
+            entry = {part: entry}
+        self._values[table.name] = merge(self._values.get(table.name), entry)
+
+    def _read_option(self, key: Key, flag: str, given: str | None) -> None:
+        value = _value(key, flag, self._texts(given, several=key.is_list), self._words)
+        before = self._values.get(key.name)
+        self._values[key.name] = (*before, *value) if key.is_list and before else merge(before, value)
+
+    def _texts(self, given: str | None, *, several: bool = False) -> list[str]:
+        """Return the text after the equals sign of a flag, and the words that follow it, if they belong to it."""
+        texts = [] if given is None else [given]
+        while self._words and not _is_flag(self._words[0]) and (several or not texts):
+            texts.append(self._words.popleft())
+        return texts
+
+    def _read_places(self) -> None:
+        """Give the words without a flag to the keys that need none."""
+        places = self._places
+        for key in self._positional:
+            if places:
+                count = len(places) if key.is_list else 1
+                self._values[key.name] = _value(key, _metavar(key), places[:count], self._words)
+                places = places[count:]
+        if places:
+            raise ConfigurationError(f"too many arguments: {' '.join(places)}; put a flag in front of each.")
+
+
+_TRUTHS = ("true", "false", "yes", "no", "on", "off")
+
+
+def _names_entry(flag: str, table: Key) -> bool:
+    """Return whether a flag such as ``--sync.arguments.outer.nesterov`` names an entry of a table."""
+    return flag.startswith(f"{table.flag}.") and "" not in flag.split(".")
 
 
 def _is_flag(word: str) -> bool:
