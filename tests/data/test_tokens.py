@@ -168,6 +168,29 @@ def test_what_cannot_encode_a_text_or_end_a_document_is_refused(name: str) -> No
         Tokenizer(made().to_str())
 
 
+FILES: tuple[tuple[str, bytes, str], ...] = (
+    ("spm.model", b"\n\x0e\n\x05<unk>\x15\xd7", r"is not a tokenizer\.json: .*given as the folder that holds it"),
+    ("x.tiktoken", b"IQ== 0\nIg== 1\n", r"is not a valid tokenizer\.json: .*given as the folder that holds it"),
+    ("tokenizer_config.json", b"[]", r"tokenizer_config\.json doesn't contain a JSON object"),
+)
+
+
+@pytest.mark.parametrize(("name", "content", "words"), FILES)
+def test_a_file_that_is_no_tokenizer_is_told_from_one_of_another_kind(
+    name: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    if name == "tokenizer_config.json":
+        byte_level(*END).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=words):
+        make_tokenizer(DataSettings(tokenizer=str(tmp_path if name == "tokenizer_config.json" else tmp_path / name)))
+
+
+def test_a_folder_without_a_vocabulary_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no tokenizer\.json, and no other vocabulary"):
+        make_tokenizer(DataSettings(tokenizer=str(tmp_path)))
+
+
 def test_a_byte_level_vocabulary_with_an_unknown_token_needs_no_byte() -> None:
     tokenizer = Tokenizer(byte_level(*END, letters=100, unknown="<unk>").to_str())
     assert tokenizer.encode_counted(["né"])[1].sum() == 3

@@ -69,6 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted.", "error")
         return INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        if DEBUG.get():
+            traceback.print_exc()
+        else:
+            cause = str(error).partition("\n")[0].rstrip(".") or "MemoryError"
+            say(f"out of memory: {cause}. Use smaller batches, shorter sequences or a smaller model.", "error")
+        return FAILED
     except OSError as error:
         if error is not StandardOutput.failure and (DEBUG.get() or not error.filename):
             raise
@@ -79,6 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
             sys.stdout, sys.stderr = streams
+
+
+def _is_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether there was too little memory; torch has a type of its own for that, but none on a CPU."""
+    name = type(error).__name__
+    return name in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def _said_already(message: str) -> bool:

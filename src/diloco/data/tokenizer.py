@@ -53,6 +53,8 @@ _ENDS = (
 _END_NAMES = ("endoftext", "endofdocument", "endofsentence", "eos", "eostoken", "/s", "eod", "eot", "sep")
 """What end-of-document tokens are called, without their case, brackets and separators, the likeliest first."""
 
+_OTHER_KINDS = f"A vocabulary of another kind ({', '.join(_VOCABULARIES[2:])}) is given as the folder that holds it."
+
 _BRACKETS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 """How control tokens look that are not marked as such."""
 
@@ -86,7 +88,7 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(_with_plain_bytes(content))
         except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{source} is not a valid tokenizer.json: {error}.") from error
+            raise DataError(f"{source} is not a valid {TOKENIZER_NAME}: {error}. {_OTHER_KINDS}") from error
         self._source = source
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -499,7 +501,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / TOKENIZER_NAME if path.is_dir() else path
     try:
         content = read_regular(file, MAX_TOKENIZER_BYTES).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} has no {TOKENIZER_NAME}, and no other vocabulary that transformers converts."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not a {TOKENIZER_NAME}: {error}. {_OTHER_KINDS}") from error
+    except OSError as error:
         raise DataError(f"{file} can't be read: {error}.") from error
     tokenizer = Tokenizer(content, eos=stored_end(file.parent), source=str(file))
     plain = ByteTokenizer()
@@ -512,9 +520,12 @@ def stored_end(folder: Path) -> str | int | None:
     for name, key in _ENDS:
         file = folder / name
         try:
-            value = json.loads(read_regular(file)).get(key) if file.exists() else None
-        except (OSError, ValueError, RecursionError, AttributeError) as error:
+            stored = json.loads(read_regular(file)) if file.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{file} can't be read: {error}.") from error
+        if not isinstance(stored, dict):
+            raise DataError(f"{file} doesn't contain a JSON object.")
+        value = stored.get(key)
         value = value.get("content") if isinstance(value, dict) else value  # a token is written in one of two forms
         value = value[0] if isinstance(value, list) and value else value  # a model may stop at several
         if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
