@@ -56,6 +56,7 @@ def in_thread(function: Callable[[], T], name: str, *, daemon: bool = True) -> F
     2
     """
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it any more
 
     def run() -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ from diloco.transport import (
     new_secret,
     read_secret,
 )
+from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, answer_to, wait_for_members
@@ -122,7 +124,8 @@ class Members:
 def founder(keys: Path, tmp_path: Path) -> Identity:
     """Its folder is its own, as orders are kept beside the key."""
     (tmp_path / "founder").mkdir()
-    return load_identity(Path(shutil.copy(keys / "0.key", tmp_path / "founder" / "identity.key")))
+    key = load_identity(keys / "0.key").path  # made once for all tests, which takes a while
+    return load_identity(Path(shutil.copy(key, tmp_path / "founder" / "identity.key")))
 
 
 ADMISSION = Admission("run", new_secret())
@@ -137,6 +140,30 @@ def test_the_next_address_is_asked_where_the_first_is_of_no_member(
     assert members.eject("QmLiar", founder, ADMISSION, tmp_path / "new") == ("QmLiar",)
     assert members.asked == ["QmJoins", "QmMember", "QmMember"]
     assert read_secret(tmp_path / "new", "new")
+
+
+def test_who_is_asked_whether_to_give_an_order_can_interrupt_instead(
+    founder: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the command waited for the answer after Ctrl-C, too."""
+    members, asked, answered = Members(monkeypatch, QmMember=None), threading.Event(), threading.Event()
+    at = NodePlace(join=("/ip4/9.9.9.9/tcp/1/p2p/QmMember",))
+    client = StatusClient(mock.Mock(place=at, open=mock.AsyncMock()), ADMISSION)
+
+    def agree(ejected: tuple[str, ...]) -> bool:
+        asked.set()
+        return answered.wait(2 * LIMIT_S)
+
+    async def interrupted() -> None:
+        ejecting = asyncio.ensure_future(client.eject("QmLiar", founder, tmp_path / "new", agree))
+        await asyncio.wrap_future(in_thread(asked.wait, "asked"))
+        ejecting.cancel()
+        await asyncio.wait([ejecting])
+
+    in_thread(lambda: asyncio.run(interrupted()), "command").result(LIMIT_S)
+    answered.set()
+    assert not members.given
+    assert not (tmp_path / "new").exists()
 
 
 def forged(order: Order, **fields: Any) -> Order:

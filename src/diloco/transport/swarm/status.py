@@ -32,6 +32,7 @@ from diloco.transport.swarm.identity import Admission, Identity, NodePlace, Peer
 from diloco.transport.swarm.node import peer_of
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams
 from diloco.units import visible
+from diloco.waiting import in_thread
 
 KEPT = {
     "RunStarted": 1,
@@ -255,7 +256,8 @@ class StatusClient:
         member = next((each for each in members if each.host not in order.ejected), None)
         if member is None:
             raise TransportError("no member that stays has answered. Give the address of one with --join.")
-        if not await asyncio.to_thread(agree, order.ejected):
+        # of asyncio's own threads, the end of its loop would wait for one that waits for a person
+        if not await asyncio.wrap_future(in_thread(lambda: agree(order.ejected), "diloco-agree")):
             return False
         create_private(file, f"{secret}\n".encode())
         try:  # no other member is asked, as this one may have followed it
