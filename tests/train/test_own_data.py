@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha512
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from torch.distributed import TCPStore
 
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
-from diloco.config import join_command, parse_arguments, plan_run
-from diloco.events import Site, mean_loss
+from diloco.config import join_command, parse_arguments, plan_run, to_toml
+from diloco.events import Note, Site, StepFinished, mean_loss
 from diloco.monitor import read_metrics
-from diloco.train import compared, identity, outline
+from diloco.train import compared, identity, outline, run_training
 from tests.commands import LIMIT_S, Command
 from tests.processes import Processes, free_port
-from tests.runs import SMALL, of_torchrun, settings_of, write_text
+from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
 
 
 class Sites:
@@ -53,6 +54,9 @@ def sites(tmp_path: Path) -> Iterator[Sites]:
 
 
 Run = Callable[..., list[Path]]
+
+BPE = "--tokenizer bpe:270"
+"""The text of each site would give other tokens."""
 
 
 def ended(commands: Sequence[Command]) -> None:
@@ -87,25 +91,40 @@ def summaries(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return [json.loads((folder / "summary.json").read_text()) for folder in folders]
 
 
-def test_a_run_with_own_data_has_the_same_bits_on_every_transport(sites: Sites) -> None:
-    """Each site shows how the global parameters do on the data of all of them."""
-    runs: dict[str, Run] = {"tcp": over_tcp, "torch": in_process_groups, "swarm": over_a_swarm}
-    folders = {name: run(sites, name, "--evaluation.every-steps 4") for name, run in runs.items()}
-    ends = [end for both in folders.values() for end in summaries(both)]
+SHOWN = f"{BPE} --data-parallel-steps 2 --evaluation.every-steps 4"
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folders of the two sites of a run over TCP."""
+    with Processes() as processes:
+        return over_tcp(Sites(processes, tmp_path_factory.mktemp("fixed")), "tcp", SHOWN)
+
+
+@pytest.mark.parametrize("run", [in_process_groups, over_a_swarm])
+def test_a_run_with_own_data_has_the_same_bits_on_every_transport(run: Run, fixed: list[Path], sites: Sites) -> None:
+    """Also the tokenizer of the founder, and what each site shows of the global parameters on the data of all."""
+    folders = run(sites, "other", SHOWN)
+    for name in ("global_params_digest", "sites", "sites_loss"):
+        assert [end[name] for end in summaries(folders)] == [end[name] for end in summaries(fixed)], name
+    assert len({(folder / "tokenizer.json").read_text() for folder in (*fixed, *folders)}) == 1
+    for folder in folders:
+        assert [each["step"] for each in read_metrics(folder / "metrics.jsonl", "Evaluated")] == [4, 8, 12]
+
+
+def test_each_site_sees_the_global_parameters_on_the_data_of_all_and_its_own_beside(fixed: list[Path]) -> None:
+    ends = summaries(fixed)
     assert len({end["global_params_digest"] for end in ends}) == 1
-    assert [end["steps"] for end in ends] == [12] * 6
-    tables = [end["sites"] for end in ends]
-    assert tables == [tables[0]] * 6
-    table = {number: Site(*site) for number, site in tables[0].items()}
+    assert [end["steps"] for end in ends] == [12, 12]
+    table = {number: Site(*site) for number, site in ends[0]["sites"].items()}
     assert [(site.step, site.tokens) for site in table.values()] == [(12, 12 * 2 * 16)] * 2
     assert table["0"].passes < table["1"].passes, "each counts passes over its own data, of which one has little"
     for number, end in enumerate(ends):
-        assert end["heldout_loss"] == table[str(number % 2)].loss
+        assert end["sites"] == ends[0]["sites"]
+        assert end["heldout_loss"] == table[str(number)].loss
         assert end["sites_loss"] == mean_loss(table)
         assert end["local_loss"] != end["heldout_loss"]
-    for folder in (folder for both in folders.values() for folder in both):
-        assert [each["step"] for each in read_metrics(folder / "metrics.jsonl", "Evaluated")] == [4, 8, 12]
-    assert main(["evaluate", str(folders["tcp"][1])]) == 0
+    assert main(["evaluate", str(fixed[1])]) == 0
 
 
 def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:
@@ -116,8 +135,8 @@ def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fi
 
 def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_stop(sites: Sites) -> None:
     """Each command finds the data of its replica in the folder that they share, and other data is refused by name."""
-    whole = summaries(over_tcp(sites, "whole", ""))
-    out = over_tcp(sites, "cut", "--stop-after 6")[0]
+    whole = summaries(over_tcp(sites, "whole", BPE))
+    out = over_tcp(sites, "cut", f"{BPE} --stop-after 6")[0]
     resume = f"train --resume {out} --monitor.console quiet --join 127.0.0.1:{free_port()} --replica"
     swapped = sites.command(f"{resume} 1 --data {sites.data[0]}")
     first = sites.command(f"{resume} 0")
@@ -129,6 +148,23 @@ def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_
     assert [end["global_params_digest"] for end in summaries([out, out / "replica-1"])] == [
         end["global_params_digest"] for end in whole
     ]
+
+
+def test_a_replica_that_repeats_its_data_too_often_says_so_once_also_if_it_goes_on(tmp_path: Path) -> None:
+    """Alone in one process, which the command refuses, as it means nothing there."""
+    settings = settings_of(write_text(tmp_path, documents=2), "--replicas 1 --steps 60 --network.transport in-process")
+    settings = replace(settings, data=replace(settings.data, local=True))
+    told = Listener()
+    for steps in ("first", "again"):
+        if steps == "again":
+            settings = replace(settings, checkpoint=replace(settings.checkpoint, resume=str(tmp_path / "run")))
+        stop = replace(settings.train, stop_after=40 if steps == "first" else None)
+        run = replace(settings, train=stop)
+        summary = run_training(run, folder=tmp_path / "run", sink=told, config_toml=to_toml(run))
+    (note,) = [each for each in told.of(Note) if "has read all of its own data 4 times" in each.text]
+    passes = {event.step: event.epoch for event in told.of(StepFinished)}
+    assert (passes[note.step - 1], passes[note.step]) == (4, 5)
+    assert summary["epochs"] > 5
 
 
 def watched(rank: int, words: str, seen: Path) -> int:
@@ -182,20 +218,6 @@ def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_pa
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
 
 
-def test_a_tokenizer_that_is_trained_is_that_of_the_founder_for_all_also_for_who_joins_and_who_goes_on(
-    sites: Sites,
-) -> None:
-    """The third has too little text for so large a vocabulary."""
-    bpe = "--tokenizer bpe:270 --data-parallel-steps 2"
-    folders = [over_tcp(sites, "tcp", bpe), in_process_groups(sites, "torch", bpe), over_a_swarm(sites, "swarm", bpe)]
-    assert len({end["global_params_digest"] for both in folders for end in summaries(both)}) == 1
-    assert len({(folder / "tokenizer.json").read_text() for both in folders for folder in both}) == 1
-    out = over_tcp(sites, "cut", f"{bpe} --stop-after 6")[0]
-    resume = f"train --resume {out} --monitor.console quiet --join 127.0.0.1:{free_port()} --replica"
-    ended([sites.command(f"{resume} {site}") for site in range(2)])
-    assert summaries([out])[0]["global_params_digest"] == summaries(folders[0])[0]["global_params_digest"]
-
-
 PACE = """
 import time
 from diloco.events import StepFinished
@@ -214,7 +236,7 @@ def test_a_site_is_killed_and_its_share_is_named_and_it_comes_back_to_its_own_da
 ) -> None:
     (sites.folder / "pace.py").write_text(PACE)
     swarm = "--transport swarm --run kills --network.listen 127.0.0.1:0 --network.silence 5s --replicas 1"
-    swarm += f" --tokenizer bpe:270 --steps 100000 --evaluation.every-steps 4 --sinks {sites.folder / 'pace.py'}:Pace"
+    swarm += f" {BPE} --steps 100000 --evaluation.every-steps 4 --sinks {sites.folder / 'pace.py'}:Pace"
     outs = [sites.folder / name for name in ("first", "second", "third")]
 
     def told(site: int, event: str) -> list[dict[str, Any]]:
