@@ -128,9 +128,11 @@ def test_each_site_sees_the_global_parameters_on_the_data_of_all_and_its_own_bes
 
 
 def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:
-    ends = [*summaries(over_tcp(sites, "tcp", "--data.streaming"))]
-    ends += summaries(over_a_swarm(sites, "swarm", "--data.streaming"))
+    whole = "--data.streaming --fragments 1 --overlap-steps 0 --evaluation.every-steps 4"
+    ends = [*summaries(over_tcp(sites, "tcp", whole)), *summaries(over_a_swarm(sites, "swarm", whole))]
     assert len({end["global_params_digest"] for end in ends}) == 1
+    for end in ends:
+        assert end["local_loss"] != end["heldout_loss"], "the local parameters of before the merge at the last step"
 
 
 def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_stop(sites: Sites) -> None:

@@ -157,6 +157,7 @@ class _Run:
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
         self.mirror: Mirror | None = None
         self.epoch = self.session.epoch
+        self.local_loss: float | None = None  # with own data, of the local parameters before the last merge
 
     @property
     def step(self) -> int:
@@ -230,8 +231,9 @@ class _Run:
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
 
-        def due(every: int | None) -> bool:
-            return bool(every) and self.step % (every or 1) == 0 and self.step < last
+        def due(every: int | None, step: int | None = None) -> bool:
+            step = self.step if step is None else step
+            return bool(every) and step % (every or 1) == 0 and step < last
 
         while self.step < last:
             try:
@@ -244,7 +246,8 @@ class _Run:
                 if agreed is not None:
                     last = min(last, agreed)
                     continue
-            finished = self.session.step()
+            compares = self.settings.data.local and (due(evaluate_every, self.step + 1) or self.step + 1 == last)
+            finished = self.session.step(self._measure_local) if compares else self.session.step()
             self.emit(finished)
             if self.settings.data.local and self.epoch <= MAX_PASSES < finished.epoch:
                 self.emit(Note(step=self.step, text=REPEATS))
@@ -300,12 +303,10 @@ class _Run:
 
     def _evaluate(self, *, final: bool) -> Evaluated | None:
         """Evaluate the global parameters if anything is held out; with own data, also compare with the others."""
-        own, first, totals = self.settings.data.local, self.session.replicas[0], self.session.totals
-        evaluation = local = None
+        own, totals, evaluation = self.settings.data.local, self.session.totals, None
         if self.session.corpus.evaluates:
             with self.session.global_model() as model:
                 evaluation = self._loss_of(model)
-            local = self._loss_of(first.model) if own and first.diloco else None  # else there is one model
         sites = self._compare_sites(evaluation, final=final) if own else {}
         if evaluation is None:
             return None
@@ -319,12 +320,18 @@ class _Run:
             bits_per_byte=evaluation.bits_per_byte,
             heldout_tokens=evaluation.tokens,
             final=final,
-            local_loss=local.loss if local else None,
+            local_loss=self.local_loss,
             sites=sites,
             sites_loss=mean_loss(sites),
         )
         self.emit(event)
         return event
+
+    def _measure_local(self) -> None:
+        """Evaluate the local parameters before a merge, if there is one, replaces them."""
+        first = self.session.replicas[0]
+        if self.session.corpus.evaluates and first.diloco is not None:
+            self.local_loss = self._loss_of(first.model).loss
 
     def _loss_of(self, model: LanguageModel) -> Evaluation:
         settings, corpus = self.settings, self.session.corpus

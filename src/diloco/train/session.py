@@ -113,8 +113,8 @@ class Session:
             why = f"the replicas are in their shared start; others join after step {steps}{about}"
         self.fleet.close_to_joiners(why)
 
-    def step(self) -> StepFinished:
-        """Run one scheduled inner step of every replica and the synchronisation that is due after it.
+    def step(self, look: Callable[[], None] = lambda: None) -> StepFinished:
+        """Run one scheduled inner step of every replica, ``look`` at it, and run the synchronisation that is due then.
 
         A step that `DynamicSteps` skips only advances the schedule; loss and norm are those of the last trained step.
         """
@@ -135,6 +135,8 @@ class Session:
         self.totals.sequences += members * self.settings.train.batch_size
         self.fleet.counted = self.totals.steps, self.totals.sequences + self.totals.missed_sequences
         stepped_s = time.perf_counter()
+        look()
+        looked_s = time.perf_counter()
         self._synchronise(trained=trained)
         finished_s = time.perf_counter()
         train, data_parallel = self.settings.train, self.settings.algorithm == "data-parallel"
@@ -144,7 +146,7 @@ class Session:
         self._end_shared_start_if_due()
         compute_s = stepped_s - started_s - averaging_s
         self.totals.compute_s += compute_s
-        self.totals.exchange_s += averaging_s + finished_s - stepped_s
+        self.totals.exchange_s += averaging_s + finished_s - looked_s
         if self.averages_gradients:
             self.open_to_joiners()  # once the shared start has ended, which takes less time from step to step
         if pace is not None:
@@ -152,7 +154,7 @@ class Session:
                 pace.trained(compute_s)
             pace.announce(self.totals.steps)
         sent_bytes, received_bytes = self.traffic()
-        step_s = time.perf_counter() - started_s
+        step_s = time.perf_counter() - started_s - (looked_s - stepped_s)
         return StepFinished(
             step=self.totals.steps,
             loss=self._loss,
