@@ -48,12 +48,19 @@ def diff(mine: Mapping[str, Any], theirs: Mapping[str, Any], us: str, them: str,
     for name in names or dict.fromkeys([*mine, *theirs]):
         values = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if values[0] != values[1] and GOES_ON not in values:
-            one, other = (dict.fromkeys(str(value).split("; ")) for value in values)
-            only = ["; ".join(item for item in each if item not in rest) for each, rest in ((one, other), (other, one))]
-            here, there = (each or "none of these" for each in only) if any(only) else map(str, values)
-            fact, here, there = (visible(each, _MAX_FACT) for each in (name, here, there))
+            here, there = map(str, values)
+            only_here, only_there = _items_without(here, there), _items_without(there, here)
+            if only_here or only_there:
+                here, there = only_here or "none of these", only_there or "none of these"
+            fact, here, there = (visible(text, _MAX_FACT) for text in (name, here, there))
             return f"{us} has {fact} = {here} and {them} has {fact} = {there}"
     return ""
+
+
+def _items_without(text: str, other: str) -> str:
+    """Return the items of a list separated by "; " that another list lacks."""
+    left_out = set(other.split("; "))
+    return "; ".join(item for item in dict.fromkeys(text.split("; ")) if item not in left_out)
 
 
 GOES_ON = "those of a run that goes on"

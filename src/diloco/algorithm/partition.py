@@ -285,11 +285,15 @@ def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
             if part.isdigit():
                 inside.setdefault(tuple(parts[:position]), []).append((part, ".".join(parts[position + 1 :]), size))
     alike = {prefix: len({each[1:] for each in below}) < len(below) for prefix, below in inside.items()}
-    closed = [prefix for prefix, below in inside.items() if alike[prefix] or len({part for part, *_ in below}) == 1]
-    outermost = [
-        prefix
-        for prefix in inside
-        if not any(len(other) < len(prefix) and prefix[: len(other)] == other for other in closed)
-    ]
+    closed = set[tuple[str, ...]]()
+    for prefix, below in inside.items():
+        children = {number for number, *_ in below}
+        if alike[prefix] or len(children) == 1:
+            closed.add(prefix)
+    outermost = []
+    for prefix in inside:
+        around = {prefix[:length] for length in range(len(prefix))}
+        if around.isdisjoint(closed):
+            outermost.append(prefix)
     totals = {prefix: sum(size for *_, size in inside[prefix]) for prefix in outermost}
     return max(outermost, key=lambda prefix: (alike[prefix], totals[prefix], -len(prefix)), default=None)

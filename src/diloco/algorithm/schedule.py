@@ -161,8 +161,10 @@ class SyncSchedule:
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
         """The fragments by offset."""
-        offsets = self.fragment_offsets
-        return {at: tuple(p for p, offset in enumerate(offsets) if offset == at) for at in set(offsets)}
+        at: dict[int, tuple[int, ...]] = {}
+        for fragment, offset in enumerate(self.fragment_offsets):
+            at[offset] = (*at.get(offset, ()), fragment)
+        return at
 
 
 _MAX_SPEEDUP = 8  # the fastest replica counts as at most this many times as fast as the second fastest

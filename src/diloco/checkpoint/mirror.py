@@ -133,10 +133,14 @@ class _Place:
 
     def whole(self, uploads: Mapping[str, list[_Upload]], damaged: Collection[str] = ()) -> _Whole:
         """Return the uploads that are whole as far as their sizes show, without the folders of ``damaged`` ones."""
-        return {
-            replica: [(each, m) for each in group if each.folder not in damaged and (m := self.read(each))]
-            for replica, group in uploads.items()
-        }
+        whole: dict[str, list[tuple[_Upload, Manifest]]] = {}
+        for replica, group in uploads.items():
+            whole[replica] = []
+            for upload in group:
+                manifest = None if upload.folder in damaged else self.read(upload)
+                if manifest is not None:
+                    whole[replica].append((upload, manifest))
+        return whole
 
     def bytes_of(self, upload: _Upload, file: str, most_bytes: int) -> bytes:
         """Return the content of a small file.
@@ -423,8 +427,10 @@ def _began(whole: _Whole) -> bool:
 
 
 def _none_common(whole: _Whole) -> str:
-    steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
-    of_each = (f"{replica} has {', '.join(map(str, of)) or 'none'}" for replica, of in steps.items())
+    of_each = []
+    for replica in sorted(whole):
+        steps = sorted({manifest.step for _, manifest in whole[replica]})
+        of_each.append(f"{replica or 'replica-0'} has {', '.join(map(str, steps)) or 'none'}")
     return f"no whole checkpoint that all replicas have. Steps: {'; '.join(of_each)}."
 
 

@@ -52,7 +52,8 @@ def claimed(
 
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:
     """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
-    return [each for each in folder.iterdir() if each.name != LOCK_FILE and not (of_rank and _is_of_rank(each))]
+    entries = [entry for entry in folder.iterdir() if entry.name != LOCK_FILE]
+    return [entry for entry in entries if not _is_of_rank(entry)] if of_rank else entries
 
 
 def _is_of_rank(entry: Path) -> bool:

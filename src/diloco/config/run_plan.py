@@ -137,13 +137,13 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     decided = {"network.replica_size"} | ({"network.replicas"} if transports != {"swarm"} else set())
     if "swarm" in transports:  # it divides the data in another way
         decided.add("network.transport")
-    fixed = [
-        f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
-        for name in line.values
-        if not same_code(wanted[name], saved[name])
-        and not _may_have_moved(name, saved[name], wanted[name])
-        and (name in decided or not _has(name, Trait.CHANGEABLE))
-    ]
+    fixed = []
+    for name in line.values:
+        old, new = saved[name], wanted[name]
+        is_same = same_code(new, old) or _may_have_moved(name, old, new)
+        may_change = _has(name, Trait.CHANGEABLE) and name not in decided
+        if not is_same and not may_change:
+            fixed.append(f"{name} from {in_toml(old)} to {in_toml(new)}")
     if fixed:
         raise ConfigurationError(
             f"--resume {resume} cannot change {', '.join(fixed)}: the steps of a resumed run must compute the same. "

@@ -125,7 +125,9 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
         if both := varied.keys() & keys:
             raise ConfigurationError(f"{path}: {min(both)} is on two axes. Keep it on one of them.")
         varied |= zip(keys, values, strict=True)
-    shared = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{each}.") for each in varied)}
+    shared = dict(base)
+    for axis in varied:  # which replaces what the base has at its key, and below it
+        shared = {key: value for key, value in shared.items() if not f"{key}.".startswith(f"{axis}.")}
     if taken := {"out", "checkpoint.resume", "checkpoint.mirror"} & {*shared, *varied}:
         raise ConfigurationError(f"{path}: {min(taken)} can't be given: each run needs its own.")
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
@@ -231,7 +233,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     | --- | --- | --- | --- | --- |
     | fp4 | 1.6000 | 1.5000, 1.7000 | 2 |  |
     """
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row["varied"]) if key != "seed"]
+    keys: list[str] = []
+    for row in rows:
+        keys += [key for key in row["varied"] if key != "seed" and key not in keys]
     points: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         points.setdefault(tuple(str(row["varied"].get(key, "")) for key in keys), []).append(row)

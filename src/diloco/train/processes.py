@@ -169,7 +169,9 @@ def launch(
             if 2 in codes or late:  # the run can't start without it
                 forward(signal.SIGTERM, None)
             time.sleep(0.05)
-        codes = [130 if asked and code in {-each for each in SIGNALS} else code for code in codes]
+        if asked:
+            ended_by_it = {-number for number in SIGNALS}
+            codes = [130 if code in ended_by_it else code for code in codes]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

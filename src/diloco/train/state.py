@@ -77,7 +77,7 @@ class ReplicaState:
         }
         if self.diloco is not None:
             diloco = self.diloco.state_dict()
-            diloco["fragments"] = [{k: v for k, v in f.items() if k not in _AGREED} for f in diloco["fragments"]]
+            diloco["fragments"] = [_without_agreed(fragment) for fragment in diloco["fragments"]]
         groups, on_host = saved["optimizer"]["param_groups"], saved["on_host"]
         more = {name: value for name, value in saved["optimizer"].items() if name not in ("state", "param_groups")}
         inner = {"groups": groups, "slots": slots, "more": more, "on_host": on_host, "scaler": saved["scaler"]}
@@ -146,6 +146,10 @@ class ReplicaState:
         mesh = self.inner.parallel.group.mesh(local.device)
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_agreed(fragment: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fragment.items() if name not in _AGREED}
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,6 +231,11 @@ class Series:
         return rows
 
 
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None
+
+
 @dataclass
 class ProcessHistory:
     """The history of one process of a run, which is a replica or all replicas."""
@@ -295,9 +300,9 @@ class ProcessHistory:
                 if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
                     self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in events.TELEMETRY]
                     by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
-                    known = [[one for one in values if one is not None and math.isfinite(one)] for values in by_name]
-                    if any(known):
-                        self.outer.add(place, [sum(each) / len(each) if each else None for each in known])
+                    means = [_mean_of_known(values) for values in by_name]
+                    if any(mean is not None for mean in means):
+                        self.outer.add(place, means)
             case events.SampleGenerated():
                 self.evaluated_at = event.step
                 self.samples.append(event)
