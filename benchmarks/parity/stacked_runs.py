@@ -135,8 +135,7 @@ GROUPS = {
     "starts": [
         *each(*(TINY | way for way in STARTS), seeds=(0,)),
         *each(*(TINY_MUON | way for way in ({"start": 200}, rising(40, 1.0, 0.6), rising(40, 1.0, 0.8))), seeds=(0,)),
-        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), QUICK_START | rising(40, 1.0, 0.6), seeds=(0,)),
-        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), seeds=(1, 2)),
+        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), seeds=(0,)),
         *each(TINY | {"start": 200}, TINY | rising(40, 1.0, 0.8), seeds=(1, 2)),
     ],
     "averaged momentum": each(*WAYS),
