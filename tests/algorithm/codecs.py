@@ -69,6 +69,7 @@ def error_bound(codec: Codec, values: Tensor) -> Tensor:
         scale = (largest.float() / 127).double()
         bound = (scale / 2 + 2.0**-22 * largest).where(scale >= TINY, largest)
         return bound.where(largest <= codec.saturation_limit, scale)
+    assert codec.name == "fp4", f"state the error bound of {codec.name} above"
     exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-149) / 0.75)).clamp(-120, 127)
     least = 0.75 / 64 * torch.exp2(exponent)
     bound = (magnitude / 3).where(magnitude >= least, least)

@@ -1,7 +1,7 @@
 """Loads the compiled codec kernels in ``_kernels.c``.
 
-They are built when the package is installed if there is a C compiler. Without them the codecs run the same arithmetic
-as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL during the call.
+They are built when the package is installed if there is a C compiler. Without them, or if a codec has none, the codecs
+run the same arithmetic as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL during the call.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def load(
     if implementation not in (None, "torch", "native"):
         raise ConfigurationError(f"{codec}: implementation must be 'torch' or 'native', got {implementation!r}.")
     library, reason = (None, "") if implementation == "torch" else _load_library()
+    if library is not None and not all(hasattr(library, f"diloco_{codec}_{name}") for name in functions):
+        library, reason = None, f"_kernels.c has no functions of {codec}"
     if library is None:
         if implementation == "native":
             raise ConfigurationError(
