@@ -66,14 +66,15 @@ docs: $(STAMP) ## run every example in the documentation
 site: $(STAMP) ## build the documentation site in build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(STAMP) ## build a wheel and test it in a new virtual environment
+wheel: $(STAMP) ## build the source distribution, and from it a wheel, which is tested in a new virtual environment
 	rm -rf build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python setup.py --quiet sdist --dist-dir build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel build/wheel/*.tar.gz
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build/wheel/*.whl
 	cd build/wheel && venv/bin/diloco train --steps 20 --data-parallel-steps 0 --evaluation.every-steps 0 --out trial
 	cd build/wheel && venv/bin/diloco evaluate trial --sequences 8
-	@ls build/wheel/*.whl
+	@ls build/wheel/*.tar.gz build/wheel/*.whl
 
 clean: ## remove .venv and all build output
 	rm -rf $(VENV) build src/*.egg-info
