@@ -1,7 +1,8 @@
 """Loads the compiled codec kernels in ``_kernels.c``.
 
 They are built when the package is installed if there is a C compiler. Without them, or if a codec has none, the codecs
-run the same arithmetic as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL during the call.
+run the same arithmetic as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL
+during the call.
 """
 
 from __future__ import annotations
