@@ -87,7 +87,7 @@ def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it()
 
 
 @pytest.mark.parametrize(
-    "liar",
+    "stranger",
     [
         Candidate(9, 5, View(1 << 53, (9, 10, 11))),
         Candidate(9, 1 << 53),
@@ -97,13 +97,13 @@ def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it()
     ],
     ids=str,
 )
-def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Candidate) -> None:
+def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(stranger: Candidate) -> None:
     """The last two are members: two of three are enough without them."""
     view = View(4, (0, 1, 2))
     zero, one = (Candidate(number, 10, view) for number in (0, 1))
     for _ in range(2):
-        assert founded_view(one, [liar, zero], POLICY) is None
-        founded = founded_view(zero, [liar, one], POLICY)
+        assert founded_view(one, [stranger, zero], POLICY) is None
+        founded = founded_view(zero, [stranger, one], POLICY)
     assert founded == View(5, (0,))
 
 

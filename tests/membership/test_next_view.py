@@ -33,7 +33,7 @@ def test_it_is_the_first_of_all_sets_by_size_then_by_order(order: list[int], unh
 
 
 @pytest.mark.parametrize(("replicas", "sayers", "goes"), [(4, 1, 3), (4, 2, 0), (5, 2, 3), (5, 3, 0)])
-def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_lately(
+def test_of_a_bad_pair_the_one_goes_from_which_half_of_all_heard_nothing_lately(
     replicas: int, sayers: int, goes: int
 ) -> None:
     reports = [report(0, unsteady={1, 2, 3}), report(3, apart={0})]
@@ -103,7 +103,7 @@ def report(rank: int, **said: Any) -> Report:
         ([{"gone": {2}}, {"apart": {2}}], (0, 1)),
         ([{"left": {2}}, {}], (0, 1)),
         ([{"behind": {2}}, {"behind": {2}}], (0, 1)),
-        ([{"behind": {2}}, {}], None),  # not more than could lie
+        ([{"behind": {2}}, {}], None),  # not half of all
         ([{}, {}], None),  # nobody accuses 2
         ([{"apart": {1, 2}}, {}], None),  # 0 and 1 don't hear each other
         ([{"apart": {2}, "joining": {7}}, {"joining": {7, 8}}], (0, 1, 7)),
@@ -134,7 +134,7 @@ ONE, NO = (0, 1), (0, 2)
         ([{"voted": {ONE: "a"}}, {"voted": {ONE: "a"}}], {ONE: ("a",)}, set()),
         ([{"voted": {ONE: "a"}}, {"voted": {ONE: "b"}}], {}, set()),
         ([{"voted": {ONE: "a"}}, {}], {}, set()),
-        ([{"commits": {ONE: "a"}}, {}], {}, set()),  # one liar claims a commit for which the other has not voted
+        ([{"commits": {ONE: "a"}}, {}], {}, set()),  # a commit for which the other has not voted
         ([{"voted": {ONE: "a"}, "void": {ONE, NO}}, {"voted": {ONE: "a"}}], {}, {ONE, NO}),
         ([{"voted": {ONE: "a"}, "void": {ONE}}, {"commits": {ONE: "a"}}], {ONE: ("a",)}, set()),
     ],

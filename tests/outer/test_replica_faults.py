@@ -61,9 +61,9 @@ def test_work_that_no_mean_took_and_what_the_codec_lost_of_it_are_sent_with_the_
     assert [diloco.rounds_void for diloco in swarm.replicas] == ([0] * 3 if least else [1] * 3)
 
 
-@pytest.mark.parametrize("liars", [(), (0,), (0, 2)])
+@pytest.mark.parametrize("damaged", [(), (0,), (0, 2)])
 def test_who_misses_a_commit_takes_over_the_state_that_the_majority_holds(
-    liars: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    damaged: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a donor sends a wrong state, another is asked; no state is adopted if all send a wrong one."""
     swarm = streaming(faults=[Fault(kind="miss-commit", replica=1, round=RoundId(0, 0))])
@@ -72,7 +72,7 @@ def test_who_misses_a_commit_takes_over_the_state_that_the_majority_holds(
 
     def tampered_fetch(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
         fetching = fetch(fragment, donors, expected_bytes)
-        if donors[0] in liars:
+        if donors[0] in damaged:
             fetching.result()["global_params"].add_(1)
         return fetching
 
@@ -82,9 +82,9 @@ def test_who_misses_a_commit_takes_over_the_state_that_the_majority_holds(
     swarm.run(3, quadratic())  # the fragment's next exchange: sent at 8, due at 10
     assert [diloco.rounds_void for diloco in swarm.replicas] == [1, 2, 1]
     refused = "the received state differs from the one that the other replicas hold"
-    assert (refused if len(liars) == 2 else "adopted the majority's state") in " ".join(reasons(swarm))
+    assert (refused if len(damaged) == 2 else "adopted the majority's state") in " ".join(reasons(swarm))
     swarm.run(20, quadratic())
-    assert agree(swarm) == (len(liars) < 2)
+    assert agree(swarm) == (len(damaged) < 2)
 
 
 def test_a_corrupted_replica_is_found_before_its_first_average() -> None:

@@ -6,15 +6,10 @@
 import collections
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
-import msgspec
-
-from diloco.membership import Accepted, NextView, Report, View
-from diloco.protocol import Accept, Adopted, Change, Propose, RoundVote, WireMessage
+from diloco.membership import NextView, View
 from tests.protocol.network import Limits, Network, wander
 from tests.protocol.simulated import Rank, check_agreement, finish, simulated
 
@@ -73,86 +68,10 @@ def trouble(replicas: int, seed: int, faults: Mapping[str, Sequence[int]] = FAUL
     return network
 
 
-# Liars.
-
-Lie = Callable[[int, Any], Iterable[Any]]
-"""(receiver, message) -> the messages that a liar sends instead."""
-
-
-def instead(kind: type[WireMessage], to: Sequence[int] = range(99), **fields: Any) -> Lie:
-    """Return a `Rank.lie`: change these fields in each message of a type to the ranks ``to``."""
-    return lambda receiver, message: [
-        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
-    ]
-
-
-def report(liar: int, **facts: Any) -> Change:
-    """Return a report that begins a view change."""
-    return Change(Report(liar, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
-
-
-def without(kind: type[WireMessage], to: Sequence[int] = range(99)) -> Lie:
-    """Send no messages of a type to the ranks ``to``."""
-    return lambda receiver, message: [] if isinstance(message, kind) and receiver in to else [message]
-
-
-def with_liar(replicas: int, seed: int) -> Network:
-    """Let one member lie in votes and a view change; nothing else happens meanwhile but slow messages."""
-    chance = random.Random(seed)
-    network = simulated(replicas)
-    liar = network[chance.randrange(replicas)]
-    network.liar = liar.rank
-    liar.lie = lies_of(liar, chance)
-    numbers = [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 200))]
-    wander(network, numbers[:50], trouble=False)
-    if not liar.left:
-        liar.machine.views.end("a lie")
-        liar.act()
-    wander(network, numbers)
-    return network
-
-
-def lies_of(liar: Rank, chance: random.Random) -> Lie:
-    """Return what the liar sends instead of its votes, and messages about a view change: to each something else."""
-
-    def some(members: Iterable[int]) -> frozenset[int]:
-        return frozenset(each for each in members if chance.random() < 0.4)
-
-    def made_up(view: View) -> NextView:
-        members = tuple(each for each in view.members if each == liar.replica or chance.random() < 0.6)
-        return NextView(view.followed_by(members), view, 1, {})
-
-    def lie(receiver: int, message: Any) -> Iterable[Any]:
-        if chance.random() < 0.5 or liar.view.id > 0:  # each lie can end an honest member, too
-            return [message]
-        if isinstance(message, Change):
-            view, mine = liar.view, message.report
-            rounds = [(1, 0), (2, 0), (0, 1)]
-            values: dict[str, Any] = {name: some(view.members) for name in ("apart", "gone", "left", "behind")}
-            values |= {name: dict.fromkeys(rounds, "a lie") for name in ("voted", "commits")}
-            values |= {"void": frozenset(rounds), "joining": frozenset({9})}
-            values["ballot"] = mine.ballot + chance.randrange(3)
-            values["accepted"] = Accepted(chance.randrange(4), made_up(view), again=chance.random() < 0.5)
-            field = chance.choice(list(values))
-            return [Change(replace(mine, **{field: values[field]}), message.why)]
-        if isinstance(message, Propose):
-            following = made_up(message.following.previous)
-            reports = message.reports if chance.random() < 0.7 else {}
-            return [msgspec.structs.replace(message, following=following, reports=reports)]
-        if isinstance(message, RoundVote):
-            return [msgspec.structs.replace(message, digest=chance.choice(["", "another"]))]
-        if isinstance(message, Accept):
-            return [msgspec.structs.replace(message, digest="a lie")] if chance.random() < 0.5 else []
-        return [Adopted(made_up(message.following.previous))] if isinstance(message, Adopted) else [message]
-
-    return lie
-
-
 KINDS: dict[str, Callable[[int, int], Network]] = {
     "two groups": bridge,
     "any faults": trouble,
     "sleep, flaps and joins": partial(trouble, faults=MORE_FAULTS, joiners=2),
-    "a liar": with_liar,
 }
 
 
@@ -162,7 +81,7 @@ def outcome(network: Network) -> str:
         finish(network)
     except AssertionError as error:
         return str(error)
-    nodes = [node for node in network.nodes.values() if isinstance(node, Rank) and node.rank != network.liar]
+    nodes = [node for node in network.nodes.values() if isinstance(node, Rank)]
     going_on = [node for node in nodes if node.rank in network.alive and not node.left and node.machine.views.is_member]
     adopted: dict[View, NextView] = {}
     if any(adopted.setdefault(each.previous, each) != each for node in nodes for each in node.changes):
@@ -171,25 +90,11 @@ def outcome(network: Network) -> str:
         return "two histories"
     if any(len({each.outcomes.get(step) for each in going_on} - {None}) > 1 for step in range(1, Rank.STEPS + 1)):
         return "a round is applied by some"
-    if network.liar is None:  # which may keep rounds from being decided
-        try:
-            check_agreement(going_on)
-        except AssertionError as error:
-            return str(error).partition("\n")[0] or "other"
+    try:
+        check_agreement(going_on)
+    except AssertionError as error:
+        return str(error).partition("\n")[0] or "other"
     return "one" if going_on else "none"
-
-
-def check_honest(honest: Sequence[Rank]) -> None:
-    """Check that no honest rank has ended, that all are in one view, and that they agree on every round."""
-    assert {each.left for each in honest} == {""}
-    (view,) = {each.view for each in honest}
-    assert {each.replica for each in honest} <= {*view.members}
-    for each in honest:
-        assert each.step == each.STEPS
-        for step, committed in each.outcomes.items():
-            assert committed == honest[0].outcomes.get(step, committed), "a round is applied by some"
-        for step, average in each.averages.items():
-            assert average.contributors == honest[0].averages.get(step, average).contributors
 
 
 def main(seeds: int, first: int = 0) -> None:

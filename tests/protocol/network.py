@@ -47,7 +47,6 @@ class Network:
         self.ranks = tuple(ranks)
         self.alive = set(self.ranks)  # the ranks that have not ended
         self.asleep: set[int] = set()  # those of them that are suspended
-        self.liar: int | None = None  # a rank that does not do what it should
         self._abrupt, self._own = limits.abrupt, tuple(limits.own)
         self._left = {**asdict(limits), **limits.own}
         self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.ranks, 2)}

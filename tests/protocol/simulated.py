@@ -4,6 +4,7 @@ The effects of a machine become messages and pending things to do: what another 
 the rank does next. A timer fires when the test's numbers say so.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -87,8 +88,8 @@ class Rank:
         # view, round and position in a replica -> the parts of the sum that its plan gives to each replica
         self.shards: dict[tuple[int, RoundId, int], tuple[tuple[int, int], ...]] = {}
         self.sent: list[Any] = []
-        # maps a receiver and a message to the messages sent instead; the identity unless a test replaces it
-        self.lie: Callable[[int, Any], Iterable[WireMessage | bytes]] = lambda receiver, message: (message,)
+        # maps a receiver and a message to what is sent instead; the identity unless a test breaks this rank
+        self.instead: Callable[[int, Any], Iterable[WireMessage | bytes]] = lambda receiver, message: (message,)
         self.finds_unusable: int | None = None  # the replica whose values spoil every mean, as this rank finds
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine knows
@@ -249,7 +250,7 @@ class Rank:
 
     def send(self, rank: int, message: WireMessage) -> None:
         self.sent.append(message)
-        for told in self.lie(rank, message):
+        for told in self.instead(rank, message):
             data = told if isinstance(told, bytes) else encode(told)
             assert len(data) <= 1 << 20, "no connection carries it"
             self.network.send(self.rank, rank, data)
@@ -265,7 +266,8 @@ class Rank:
             return
         if not verdict.void:
             self.weights[self._step_of(round_id)] = given.weights
-            digest = f"mean of {round_id} in view {view_id}, by {given.weights}"
+            what = f"mean of {round_id} in view {view_id}, by {given.weights}"
+            digest = hashlib.sha256(what.encode()).hexdigest()
             self.handle(self.machine.rounds.compute, view_id, round_id, digest)
         self.handle(self.machine.rounds.end_exchange, view_id, round_id)
 

@@ -20,10 +20,10 @@ def tell(node: Rank, ejected: int, by: int | None = None) -> None:
     node.handle(node.machine.views.eject, frozenset({ejected}), by, WHY)
 
 
-def with_order(size: int, ejected: int, liar: int | None, limits: Limits) -> Network:
-    """Return a network whose members follow an order once they get it, but for the ejected one and a liar."""
+def with_order(size: int, ejected: int, silent: int | None, limits: Limits) -> Network:
+    """Return a network whose members follow an order once they get it, but for the ejected one and a silent one."""
     network = simulated(size, limits)
-    for node in [network[number] for number in range(size) if number not in (ejected, liar)]:
+    for node in [network[number] for number in range(size) if number not in (ejected, silent)]:
 
         def receive(sender: int, data: bytes, node: Rank = node) -> None:
             tell(node, ejected, sender) if decode(data, Message) == ORDER else Rank.receive(node, sender, data)
@@ -40,8 +40,8 @@ def test_whoever_is_ejected_goes_and_nobody_else(seed: int) -> None:
     """
     numbers = random.Random(seed)
     size, splits = numbers.choice((3, 4, 5, 7)), seed % 3 == 0
-    ejected, liar, *others = numbers.sample(range(size), size)
-    network = with_order(size, ejected, liar if size > 3 and seed % 2 else None, Limits(cuts=4 if splits else 0))
+    ejected, silent, *others = numbers.sample(range(size), size)
+    network = with_order(size, ejected, silent if size > 3 and seed % 2 else None, Limits(cuts=4 if splits else 0))
     wander(network, [numbers.randrange(1 << 16) for _ in range(numbers.randrange(200))], trouble=False)
     for knows in others[: 1 + seed % 2]:
         tell(network[knows], ejected)
@@ -49,9 +49,9 @@ def test_whoever_is_ejected_goes_and_nobody_else(seed: int) -> None:
     finish(network)
     staying = [network[each] for each in range(size) if each != ejected]
     if splits:
-        check_agreement([each for each in [*staying, network[ejected]] if each.rank != liar])
+        check_agreement([each for each in [*staying, network[ejected]] if each.rank != silent])
         return
-    assert all(not node.left for node in staying if node.rank != liar), [node.left for node in staying]
+    assert all(not node.left for node in staying if node.rank != silent), [node.left for node in staying]
     check_agreement(staying)
     assert staying[0].view.members == tuple(node.rank for node in staying)
     assert network[ejected].left, "it hears too few to go on"
@@ -67,7 +67,7 @@ def test_who_ends_because_it_is_ejected_is_lost_for_that_reason() -> None:
 
 
 def test_who_repeats_the_order_does_not_delay_its_end() -> None:
-    """A liar that keeps the order to itself has another one repeat it; the silence counts from the first."""
+    """One that keeps the order to itself has another one repeat it; the silence counts from the first."""
     node = with_order(5, 4, None, Limits())[0]
     timers = [node.machine.handle(0.0, node.machine.views.eject, frozenset({4}), by, WHY).timers for by in (1, 1, None)]
     assert [len(each) for each in timers] == [1, 0, 0]

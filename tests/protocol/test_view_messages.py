@@ -65,8 +65,8 @@ def messages(view: int) -> list[Any]:
         Header(view, RoundId(1, 0), 2, 1.0, 1.0, "d", 3),
         msgspec.structs.replace(VOTE, view=view),
         Change(report, "replica 2 is lost"),
-        Propose(3, adopted, {0: "d", 1: "e"}),
-        Accept(view, 3, "d"),
+        Propose(3, adopted),
+        Accept(view, 3),
         Adopted(adopted),
         Leaving(view, 3),
     ]

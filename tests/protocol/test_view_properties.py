@@ -156,7 +156,7 @@ def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> Non
 
 @pytest.mark.parametrize(("kind", "replicas"), [*product(KINDS, (3, 5, 7))])
 def test_whatever_happens_there_is_one_history_or_none(kind: str, replicas: int) -> None:
-    """20,000 of these are run by ``python -m tests.protocol.histories 1000``."""
+    """15,000 of these are run by ``python -m tests.protocol.histories 1000``."""
     assert {outcome(KINDS[kind](replicas, seed)) for seed in range(4)} <= {"one", "none"}
 
 

@@ -131,7 +131,7 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
 
 
 def test_the_majority_of_the_foremost_is_taken(wires: Wires) -> None:
-    """A liar that claims more rounds is not believed beside two, and one that is behind is not chosen."""
+    """Not what one alone offers beside two, though it claims more rounds."""
     first, sources = meet(wires, state(7, finished=1 << 50), state(3, finished=5), state(3, finished=5))
     assert same_values(first.fetch(0, [1, 2, 3]).result(), {**sources[1].held, "fragment": 0})
 

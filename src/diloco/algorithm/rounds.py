@@ -222,18 +222,16 @@ def judge(
     members: Sequence[int],
     min_contributors: int,
     absent: Mapping[int, str],
-    holders: int = 1,
 ) -> Verdict:
     """Decide about a round, given the `Contribution.checked` of each member, or its header, or why it is absent.
 
-    A replica has diverged if its digest is not the most frequent one; on a tie the digest of the lowest replica counts.
-    The most frequent sizes are determined in the same way, and contributions of other sizes are refused.
+    A replica has diverged if its digest is not the most frequent one, which at least half must hold; on a tie the
+    digest of the lowest replica counts. The most frequent sizes are determined in the same way, and contributions of
+    other sizes are refused.
 
     Args:
         min_contributors: The round is void with fewer usable contributions than this.
         absent: Replica -> why its contribution is missing.
-        holders: The least number of replicas that must hold a state for it to be the majority's. It exceeds the number
-            of replicas that may be malicious.
     """
     reasons = {replica: f"replica {replica} {why}" for replica, why in absent.items()}
     if not contributions:
@@ -243,9 +241,9 @@ def judge(
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
     donor = next(replica for replica in ordered if replica not in diverged)
     what = "global parameters or outer state of"
-    if len(ordered) - len(diverged) < min(holders, len(ordered)):
+    if 2 * len(diverged) > len(ordered):
         names = ", ".join(map(str, ordered))
-        return Verdict((), f"{what} replicas {names} differ, and no {holders} of them hold the same")
+        return Verdict((), f"{what} replicas {names} differ, and less than half of them hold the same")
     if diverged:
         names = ", ".join(map(str, diverged))
         return Verdict((), f"{what} replica {names} differ from those of replica {donor}", diverged, donor)

@@ -2,7 +2,6 @@ from .bootstrap import Candidate as Candidate
 from .bootstrap import founded_view as founded_view
 from .bootstrap import missing_members as missing_members
 from .next_view import Policy as Policy
-from .next_view import byzantine_quorum as byzantine_quorum
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view
 from .next_view import refusal as refusal

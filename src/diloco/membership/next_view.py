@@ -75,23 +75,14 @@ def yields(mine: Collection[int], theirs: Collection[int]) -> bool:
     return (len(mine), -min(mine)) < (len(theirs), -min(theirs))
 
 
-def byzantine_quorum(members: int) -> int:
-    """Return how many of ``members`` must report the same of another one before it counts: f + 1, with n > 2 f.
-
-    >>> [byzantine_quorum(members) for members in (1, 2, 3, 4, 5)]
-    [1, 1, 2, 2, 3]
-    """
-    return (members - 1) // 2 + 1
-
-
 def staying_members(
     view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy
 ) -> tuple[int, ...]:
     """Return the members of ``view`` that a proposer lets stay, in ascending order.
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
-    continue. If two members don't hear each other, the one to go is a member from which more than f members
-    (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later. But the
+    continue. If two members don't hear each other, the one to go is a member from which half of all have recently
+    received nothing for a while, else the one that joined later. But the
     lowest-numbered member stays if that makes no set smaller and only half of the view stays: see `refusal`.
 
     Args:
@@ -122,9 +113,9 @@ def next_view(
 ) -> NextView | None:
     """Return what follows ``view`` if ``staying`` stay, or None if they may not: a pure function of their reports.
 
-    They all hear each other, and one of them accuses whoever does not stay; of being late, more than f do
-    (`byzantine_quorum`). A round is committed if all of their ranks have voted for it, with one digest at each position
-    in a replica, and none calls it void or one has committed it.
+    They all hear each other, and one of them has lost whoever does not stay, or half of the view find it late. A round
+    is committed if all of their ranks have voted for it, with one digest at each position in a replica, and none calls
+    it void or one has committed it.
 
     Args:
         reports: of all ranks of these members, in ascending order of ranks.
@@ -208,7 +199,10 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
 
 
 def _accused(view: View, size: int, accusations: Mapping[int, Collection[int]]) -> set[int]:
-    """Return the replicas that more members of ``view`` accuse than could lie; ``accusations`` are by rank."""
+    """Return the replicas that at least half of ``view`` accuse; ``accusations`` are by rank.
+
+    A fast member alone may find a slow one late that keeps up with the others.
+    """
     pairs = {(rank // size, each) for rank, accused in accusations.items() for each in accused}
     counts = Counter(accused for _, accused in pairs)
-    return {each for each, count in counts.items() if count >= byzantine_quorum(len(view.members))}
+    return {each for each, count in counts.items() if 2 * count >= len(view.members)}

@@ -187,8 +187,3 @@ class Report:
     def lost(self) -> frozenset[int]:
         """The replicas that the rank can't hear, for whatever reason."""
         return self.apart | self.gone
-
-    @property
-    def content(self) -> Report:
-        """What the next view is computed from."""
-        return replace(self, ballot=0, number=0, accepted=None)

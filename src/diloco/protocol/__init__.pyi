@@ -43,7 +43,6 @@ from .wire import Table as Table
 from .wire import Welcome as Welcome
 from .wire import WireMessage as WireMessage
 from .wire import decode as decode
-from .wire import digest_of as digest_of
 from .wire import encode as encode
 from .wire import note as note
 from .wire import table_of as table_of

@@ -12,7 +12,7 @@ from typing import ParamSpec
 import msgspec
 
 from diloco.errors import TransportError
-from diloco.membership import NextView, Report, View, byzantine_quorum
+from diloco.membership import NextView, Report, View
 from diloco.protocol.effects import Effects, Outbox, Timer
 from diloco.protocol.members import Announcements, Roster
 from diloco.protocol.rounds import Rounds
@@ -105,11 +105,11 @@ class Machine:
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
     def stop_is_agreed(self) -> bool:
-        """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
+        """Return whether all ranks stop: half of the members have asked for it, or a loss would end the run."""
         asked = {self.rules.replica_of(rank) for rank in self.said.numbers["stop"]} & {*self.views.view.members}
         if not self.rules.continue_without_lost:
             return bool(asked)
-        return len(asked) >= byzantine_quorum(len(self.views.view.members))
+        return 2 * len(asked) >= len(self.views.view.members)
 
     # From the network.
 
@@ -247,7 +247,7 @@ class Machine:
                 views.receive_join(sender, frozenset(connected))
             case Excluded():
                 if message.view >= views.view.id:
-                    views.receive_parting(sender, message)
+                    views.receive_parting(message)
             case Header() | RoundVote() | Change() | Propose() | Accept() | Adopted() | Leaving():
                 self._process_view_message(sender, message, connection)
 
@@ -284,7 +284,7 @@ class Machine:
             case Propose() | Accept():
                 views.receive_ballot(sender, message)
             case Adopted():
-                views.receive_adopted(sender, message.following)
+                views.receive_adopted(message.following)
 
     # Messages that wait for a view.
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, get_args
 
 from diloco.events import Site
-from diloco.membership import NextView, Report, View, byzantine_quorum
+from diloco.membership import Report, View
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import Entry, FactsMessage, MessageError, Topic, digest_of
+from diloco.protocol.wire import Entry, FactsMessage, MessageError, Topic
 
 _MOST_UNSTEADY = 2
 _QUIET_BEATS = 1.5  # a connected rank from which nothing is received for so many heartbeats is unsteady for a while
 _UNSTEADY_PERIODS = 10  # times that: the while
-_MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 
 
 class Roster:
@@ -132,26 +131,15 @@ class Roster:
 
 
 class Reports:
-    """What the ``ranks`` of a view have reported on its end, and what some say that they have adopted."""
+    """What the ranks of a view have reported on its end."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self) -> None:
         self.last: dict[int, Report] = {}  # rank -> its last report, as sent or received
-        self.adopted: dict[int, NextView] = {}  # rank -> what it says it has adopted
         self.number = 0  # of all reports
-        self._contents: dict[int, dict[str, Report]] = {rank: {} for rank in ranks}  # the last ones by digest
 
     def keep(self, report: Report) -> None:
-        self.last[report.rank], contents = report, self._contents[report.rank]
+        self.last[report.rank] = report
         self.number += 1
-        digest = digest_of(report.content)
-        contents.pop(digest, None)
-        contents[digest] = report
-        if len(contents) > _MOST_KEPT:
-            del contents[next(iter(contents))]
-
-    def find(self, rank: int, digest: str) -> Report | None:
-        """Return the report of a rank whose content has this digest, if it is one of its last."""
-        return self._contents[rank].get(digest)
 
     def union(self, *names: str) -> frozenset[Any]:
         """Return what is in these fields of any last report."""
@@ -160,10 +148,6 @@ class Reports:
     @property
     def has_accepted(self) -> bool:
         return any(report.accepted for report in self.last.values())
-
-    def adopters(self, following: NextView) -> set[int]:
-        """Return the ranks that say that they have adopted this."""
-        return {rank for rank, adopted in self.adopted.items() if adopted == following}
 
 
 class Announcements:
@@ -181,7 +165,6 @@ class Announcements:
         self.sites: dict[int, Site] = {}  # by rank, also of those that are not members any more
         self._rules = rules
         self._were_members = {rules.rank}
-        self._replicas: set[int] = set()  # the members of the current view
 
     @property
     def mine(self) -> Entry | None:
@@ -195,7 +178,6 @@ class Announcements:
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
-        self._replicas = {*members}
         self._were_members.update(ranks := self._rules.ranks(members))
         for topic, numbers in self.numbers.items():  # another process may take the place of one that has left
             self.numbers[topic] = {rank: number for rank, number in numbers.items() if rank in ranks}
@@ -205,18 +187,8 @@ class Announcements:
             self.entries.pop(rank, None)
 
     def refusal(self) -> str:
-        """Return the first difference from a current or former member, naming both sides, or "" if this rank goes on.
-
-        Where the survivors of a loss continue, it goes on if no more members differ from it than could lie: these are
-        the ones to stop.
-        """
+        """Return the first difference from a current or former member, naming both sides, or "" if there is none."""
         if (mine := self.mine) is None:
             return ""
-        counting = sorted(self._were_members & self.entries.keys())
-        words = {rank: mine.diff(self.entries[rank], self._rules.ranks_per_replica) for rank in counting}
-        differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
-        members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
-        few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))
-        if self._rules.continue_without_lost and few:
-            return ""
-        return next(filter(None, words.values()), "")
+        others = (self.entries[rank] for rank in sorted(self._were_members & self.entries.keys()))
+        return next(filter(None, (mine.diff(each, self._rules.ranks_per_replica) for each in others)), "")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 from diloco.algorithm import Contribution, Exchange, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
 from diloco.errors import DivergedError, RoundVoidError, TransportError
-from diloco.membership import View, byzantine_quorum
+from diloco.membership import View
 from diloco.protocol.effects import Commit, Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Header, RoundVote
@@ -131,14 +130,6 @@ class Round:
             return frozenset()
         return frozenset(each for each in self.awaited if self.looks.get(each, 0) >= Rules.LOOKS / 2)
 
-    def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and the uplinks in the headers.
-
-        Since votes cover it, every rank that commits the round has planned it alike.
-        """
-        taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
-        return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
-
     def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
         """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
         if self.rules.rank in self.votes:
@@ -217,7 +208,6 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
             members=members,
             min_contributors=max(1, len(there)),
             absent=absent,
-            holders=byzantine_quorum(len(there)),
         )
         for position in range(size)
     ]

@@ -234,7 +234,7 @@ class Rounds:
     def compute(self, view_id: int, round_id: RoundId, digest: str) -> None:
         """Vote for a round of which this rank holds the mean; ``digest`` covers everything that it would change."""
         if each := self._find(view_id, round_id):
-            self._cast(each, each.sealed_digest(digest))
+            self._cast(each, digest)
 
     def end_exchange(
         self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None

@@ -60,8 +60,8 @@ class Rules(Policy):
             )
         if self.late_s is not None and self.late_s < 2 * self.silence_s:
             raise ConfigurationError(
-                f"late_s={self.late_s} must be at least twice silence_s={self.silence_s}, or a replica that lies could "
-                "have others excluded as late that were quiet for less than a silence."
+                f"late_s={self.late_s} must be at least twice silence_s={self.silence_s}, or a replica that is silent "
+                "could count as late before it counts as lost."
             )
         if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
             raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")

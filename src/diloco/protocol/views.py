@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import GREATEST, NextView, Report, RoundIds, View, byzantine_quorum, names_of, refusal
+from diloco.membership import GREATEST, NextView, Report, RoundIds, View, names_of, refusal
 from diloco.protocol.effects import Outbox, Submitted
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
@@ -37,8 +37,6 @@ class Views:
         self._outbox = outbox
         self.on_begin: Callable[[NextView | None, Report | None], None] = self.on_view  # called once a view has begun
         rounds.on_failure = self.handle_failure
-        # replica -> what it says has followed this view, see `_has_support`
-        self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self.replaced = False  # whether the others have stopped this process because another one has its place
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
@@ -232,9 +230,8 @@ class Views:
         elif change := self._begin_change(received.why):
             if report.ballot > change.mine.ballot + MOST_AHEAD:
                 self.drop(sender, f"replica {replica} reports ballot {report.ballot}, far ahead of the others")
-            elif not change.receive_report(report):
-                self.drop(sender, f"replica {replica} ends each ballot as soon as it has begun")
             else:
+                change.receive_report(report)
                 self._let_in()
                 self._follow()
 
@@ -252,36 +249,16 @@ class Views:
         else:
             self.end(f"replica {replica} left after step {leaving.step}", left=frozenset({replica}))
 
-    def receive_adopted(self, sender: int, following: NextView) -> None:
-        """Process a member's message that it has adopted what follows the current view.
+    def receive_adopted(self, following: NextView) -> None:
+        """Follow a member that has adopted what follows the current view."""
+        is_near = following.from_step - 1 <= self._rounds.greatest_step
+        if is_near and following.previous == self.view and self._begin_change(following.reason):
+            self._adopt(following)
 
-        This rank follows as soon as there are as many equal messages as in `receive_parting`.
-        """
-        change = self.change
-        if change is not None and following.previous == self.view:
-            change.receive_adopted(sender, following)
-            near = following.from_step - 1 <= self._rounds.greatest_step
-            said = following if self._rules.replica in following.view.members else None
-            if self._has_support(sender, said) and (said is None or (near and change.is_plausible(following))):
-                self._adopt(following)
-            else:
-                self._follow()
-
-    def receive_parting(self, sender: int, parting: Excluded) -> None:
-        """Process a member's report that it continues, or stops, without this process.
-
-        The report counts once more than f members (`byzantine_quorum`), or all that are connected, have sent one.
-        """
-        if self._has_support(sender):
-            self.replaced = parting.view == GREATEST
-            self.exclude(parting.reason)
-
-    def _has_support(self, sender: int, following: NextView | None = None) -> bool:
-        """Record what a member says has followed; None: something without this replica. Return whether it counts."""
-        self._said[self._rules.replica_of(sender)] = following
-        alike = {replica for replica, said in self._said.items() if said == following}
-        here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
-        return len(alike) >= byzantine_quorum(len(self.view.members)) or here <= alike
+    def receive_parting(self, parting: Excluded) -> None:
+        """Stop, as a member continues, or has stopped, without this process."""
+        self.replaced = parting.view == GREATEST
+        self.exclude(parting.reason)
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
@@ -398,7 +375,6 @@ class Views:
     def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
         self.presumed_ended.difference_update(self.view.members)
-        self._said = {}
         # another process may take the number of one that has gone
         self._ejected = self._ejected.intersection(self.view.members)
         if self.failure is None:

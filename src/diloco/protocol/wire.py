@@ -8,9 +8,8 @@ is allocated. What depends on the state, such as how far ahead a round can be, t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,11 +18,11 @@ from msgspec import Meta, Struct
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
 from diloco.events import Site
-from diloco.membership import GREATEST, MAX_MEMBERS, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
+from diloco.membership import GREATEST, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 from diloco.waiting import described
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -54,19 +53,6 @@ def _decoder_of(expected: Any) -> msgspec.msgpack.Decoder[Any]:
 def encode(message: object) -> bytes:
     """Return a message, or a part of one, as bytes."""
     return _ENCODER.encode(message)
-
-
-def digest_of(value: Report | NextView) -> str:
-    """Return a digest that is equal for equal values."""
-
-    def ordered(part: object) -> object:
-        if is_dataclass(part):
-            return [ordered(each) for each in vars(part).values()]
-        if isinstance(part, Mapping):
-            return sorted(part.items())
-        return sorted(part) if isinstance(part, frozenset) else part
-
-    return blake2b(repr(ordered(value)).encode(), digest_size=16).hexdigest()
 
 
 def decode(data: bytes, expected: Any) -> Any:
@@ -352,9 +338,7 @@ class Propose(WireMessage):
 
     ballot: Count
     following: NextView
-    # the digests of the reports of all staying ranks, from which it was computed; empty: a proposal of an earlier
-    # ballot that some members may have adopted
-    reports: Annotated[Mapping[Rank, Digest], Meta(max_length=MAX_MEMBERS)]
+    again: bool = False  # whether it is the proposal of an earlier ballot, which some members may have adopted
 
     @property
     def view(self) -> int:
@@ -367,7 +351,6 @@ class Accept(WireMessage):
 
     view: Count
     ballot: Count
-    digest: Digest  # of what is to follow
 
 
 class Adopted(WireMessage):

@@ -275,7 +275,8 @@ class ConnectionManager(ControlThread):
         if not self.streams.is_current(writer):
             raise TransportError(f"the secret has changed since {address} was admitted")
         if before := self.peers.get(rank):
-            before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
+            if self.streams.process(before.writer) != self.streams.process(writer):
+                before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), self._trusts(rank, opened=opened)
         dials = self.rank < rank if self.streams.named else opened

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import Candidate, View, byzantine_quorum, founded_view, missing_members
+from diloco.membership import Candidate, View, founded_view, missing_members
 from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, note, table_of
 from diloco.protocol import Looking as Looking
 from diloco.protocol import Members as Members
@@ -148,8 +148,7 @@ class Directory:
         """Return why there is nobody left to join; "" if there may be."""
         last, replica_of = self.me.last, self.transport.rules.replica_of
         members = {*map(replica_of, self.known)} if last is None else {*last.members}
-        finished = len(self.transport.finishers & members)  # fewer than could lie have just left
-        over = finished >= byzantine_quorum(len(members))
+        over = not self.transport.finishers.isdisjoint(members)
         return "the others have finished the run, and no member is left to join." if over else ""
 
     def subject(self) -> str:
@@ -257,7 +256,7 @@ class Directory:
             refusals: list[RendezvousError] = []
             self.postponed = ""
             there = False  # whether a member answers, even if it can't be joined now
-            # what most say comes first: one of them may lie
+            # what most say comes first: without a secret anybody may answer
             for place, answer in sorted(answers.items(), key=lambda item: -votes.get(item[0], 0)):
                 try:
                     if isinstance(answer, Exception):

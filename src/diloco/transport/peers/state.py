@@ -1,9 +1,8 @@
 """Serving the state of fragments to other ranks, and fetching it from them, over connections of their own.
 
 Votes therefore never queue behind a state, and the donor's training continues. A rank that needs a state asks all
-donors for offers, and takes a snapshot that more of them hold than could be faulty: while there is none, because the
-donors finish a round one after the other, they are asked again. It then fetches the bytes from one of these donors, and
-continues at the next one where the last one stopped. What arrives must match the digest and be finite.
+donors for offers, and takes the snapshot that most of them hold. It then fetches the bytes from one of these donors,
+and continues at the next one where the last one stopped. What arrives must match the digest and be finite.
 
 A donor keeps one snapshot until all who fetch it have it, or a time has passed in which it could have been sent.
 
@@ -30,7 +29,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.membership import Count, Digest, byzantine_quorum, names_of
+from diloco.membership import Count, Digest, names_of
 from diloco.protocol import Entry, Refused, WireMessage, encode
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
@@ -251,7 +250,7 @@ class _Fetch:
             async with asyncio.timeout_at(self.until_s):
                 while True:
                     offers = await self._offers()
-                    if (wanted := _choice(offers, len(self.donors))) is not None:
+                    if (wanted := _choice(offers)) is not None:
                         holders = [donor for donor in self.donors if offers.get(donor) == wanted]
                         if (state := await self._receive(wanted, holders)) is not None:
                             return state
@@ -295,7 +294,7 @@ class _Fetch:
         return None
 
     async def _offers(self) -> dict[int, Offer]:
-        """Ask all donors that are left what they hold. Who takes long is not waited for if enough others agree."""
+        """Ask all donors that are left what they hold. Who takes long is not waited for if another one answers."""
         offers: dict[int, Offer] = {}
 
         async def visit(donor: int) -> None:
@@ -306,7 +305,7 @@ class _Fetch:
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-                if not done and _choice(offers, len(self.donors)) is not None:
+                if not done and offers:
                     break
         finally:
             while waiting := [task for task in tasks if not task.done()]:
@@ -400,11 +399,8 @@ class _Fetch:
         return False
 
 
-def _choice(offers: Mapping[int, Offer], donors: int) -> Offer | None:
-    """Return the snapshot that more of the donors offer than could be faulty, or None.
-
-    If there are two such snapshots, it is the one with more finished rounds.
-    """
+def _choice(offers: Mapping[int, Offer]) -> Offer | None:
+    """Return the snapshot that most of the donors offer, of several the one with more finished rounds, or None."""
     times = Counter(map(encode, offers.values()))
-    common = [offer for _, offer in sorted(offers.items()) if times[encode(offer)] >= byzantine_quorum(donors)]
-    return max(common, key=lambda offer: offer.finished_rounds or 0, default=None)
+    ordered = [offer for _, offer in sorted(offers.items())]
+    return max(ordered, key=lambda offer: (times[encode(offer)], offer.finished_rounds or 0), default=None)

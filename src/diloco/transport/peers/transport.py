@@ -333,7 +333,7 @@ class PeerTransport(Transport):
         self._post(self._machine.announce, Announcement("stop", 0))
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """Do as `Transport.stop_step`, if more members ask for it than could lie. One that is alone leaves."""
+        """Do as `Transport.stop_step`, if half of the members ask for it. One that is alone leaves."""
         machine = self._machine
         if wanted and not self.rules.together and (self.failure is not None or self.views.last_view is None):
             return step  # no other replica is left to agree with
