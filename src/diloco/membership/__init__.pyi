@@ -8,7 +8,6 @@ from .next_view import refusal as refusal
 from .next_view import staying_members as staying_members
 from .next_view import yields as yields
 from .values import GREATEST as GREATEST
-from .values import MAX_MEMBERS as MAX_MEMBERS
 from .values import MOST_RANK as MOST_RANK
 from .values import Accepted as Accepted
 from .values import Count as Count
