@@ -11,7 +11,7 @@ from diloco.errors import DivergedError
 from diloco.protocol import MOST_SPOILT, Header, RoundVote, WireMessage, encode
 from tests.protocol.broken import changed, check_whole, report, without
 from tests.protocol.network import NUMBERS, Network, explore
-from tests.protocol.simulated import TIMEOUT_S, Rank, begin, finish, simulated
+from tests.protocol.simulated import RULES, TIMEOUT_S, Rank, begin, finish, simulated
 
 pytestmark = pytest.mark.no_cover  # directed tests reach the same lines, and tracing takes longer than the networks
 
@@ -143,3 +143,12 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
     assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
     assert all(each.outcomes == others[0].outcomes and len(each.outcomes) == 12 for each in others)
     assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * MOST_SPOILT
+
+
+def test_who_gives_up_a_view_change_says_why_its_last_ballot_failed() -> None:
+    first = simulated(3)[0]
+    first.handle(first.machine.views.end, "it begins")
+    first.now_s += 20 * RULES.silence_s
+    first.fire(of_round=False)
+    words = "the members did not agree on the next view within 50 s (the last ballot failed: it took 5 s)"
+    assert words in first.left

@@ -31,7 +31,7 @@ def no_promise(patch: pytest.MonkeyPatch) -> None:
 
     def raises(self: ViewChange, sender: int, message: Any) -> None:
         if isinstance(message, Propose) and message.ballot > self.mine.ballot:
-            self._raise(message.ballot)
+            self._promise(message.ballot)
         receive(self, sender, message)
 
     def current(self: ViewChange) -> Any:
@@ -48,7 +48,7 @@ def no_promise(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_stands(patch: pytest.MonkeyPatch) -> None:
     """A proposer does not take over what somebody may have adopted."""
-    patch.setattr(ViewChange, "_standing", lambda self, reports: None)
+    patch.setattr(ViewChange, "_value_to_keep", lambda self, reports: None)
 
 
 def enough_accept(patch: pytest.MonkeyPatch) -> None:

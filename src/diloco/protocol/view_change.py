@@ -5,6 +5,20 @@ it. Each rank freezes, and reports to all others, first-hand, whom it can't hear
 proposer of a ballot computes what follows from the reports of all ranks that are to stay, and each of these accepts it
 if it hears all of them. It is adopted once all that stay have accepted it; so every member of the next view hears every
 other one, in both directions. Members may end, freeze or hear nothing, but they don't lie.
+
+Why at most one value is chosen for a view. Each rule has a network in tests/protocol/test_view_rules.py, named in
+brackets, in which leaving it out makes two:
+
+1. A report is a promise: whoever has reported a ballot accepts nothing of an earlier one [`late_proposal`].
+2. A fresh value is chosen once all that it lets stay have accepted it; they may decide [`proposer_is_cut_off`].
+3. A value proposed again is chosen once so many members have accepted it that they may decide [`proposer_is_cut_off`].
+4. Any two sets that may decide share a member, unless all others of the view have ended, or `Policy.split` lets a side
+   of a split network go on with half of the view or less (`refusal`).
+5. So of the reports of its ballot a proposer sees each value that may have been chosen, and proposes the newest of
+   these again, and a fresh value only if there is none [`proposer_is_cut_off`].
+6. Silence is final: who was silent may have decided with others before it ended [`ended_after_silence`].
+7. Nobody joins soon after a member was lost by silence, as it may go on once all others end [`joined_after_silence`].
+8. What a member says that it has adopted was chosen, so whoever hears of it adopts it, too.
 """
 
 from __future__ import annotations
@@ -13,7 +27,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from diloco.algorithm import RoundId
-from diloco.membership import Accepted, NextView, Report, View, next_view, refusal, staying_members
+from diloco.membership import Accepted, NextView, Report, View, names_of, next_view, refusal, staying_members
 from diloco.protocol.effects import Outbox
 from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
@@ -26,7 +40,16 @@ _TURN = 2.0  # times `silence_s`: the time of a ballot; it grows by itself with 
 _TICKS = 12  # how often per turn a rank looks at the clock
 _MOST_TURNS = 10  # a rank stops after so much time without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
-_MUTE = 1 / 4  # of a turn: a rank that has not reported the ballot after so long is apart from the proposer
+# Parts of a turn. A ballot succeeds if its proposer lives and no message takes longer than `_DELAY`: others begin it so
+# much earlier or later, the proposer has their reports by `_MUTE`, and its proposal and what each accepts have arrived
+# before anybody gives it up.
+_DELAY = 1 / 8
+_SAME_JOINERS = 1 / _TICKS  # so long a proposer waits until all that report admit the same replicas
+_MUTE = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
+_NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
+assert 2 * _DELAY <= _MUTE
+assert _SAME_JOINERS < _MUTE
+assert _MUTE + 3 * _DELAY <= _NOT_HEARD < 1
 
 
 class ViewChange:
@@ -50,6 +73,7 @@ class ViewChange:
         self._began_s = outbox.now_s
         self._num_ballots = 0
         self._yielded = False
+        self._why_failed = ""  # why the last ballot chose nothing
         self._proposal: Propose | None = None  # of the current ballot
         self._clear()
         self.tick()
@@ -91,7 +115,7 @@ class ViewChange:
             return
         self._reports.keep(report)
         if report.ballot > self.mine.ballot:
-            self._raise(report.ballot)
+            self._promise(report.ballot)
         # accusations by others that this rank's own observation supports
         late = report.behind - self.mine.behind
         late = late and late & self._rounds.suspects()
@@ -121,10 +145,12 @@ class ViewChange:
         """
         while True:
             before = self.mine
-            if self._is_over():
-                self._raise(self.mine.ballot + 1)
+            self._give_up_on_mute_acceptors()
+            if why := self._failure():
+                self._why_failed = why
+                self._promise(self.mine.ballot + 1)
             self._report()
-            if why := self._refused():
+            if why := self._why_stop():
                 return why
             self._propose()
             self._accept()
@@ -154,7 +180,8 @@ class ViewChange:
     def _turn_s(self) -> float:
         return _TURN * self._rules.silence_s * (1 + self._num_ballots // len(self.view.members))
 
-    def _raise(self, ballot: int) -> None:
+    def _promise(self, ballot: int) -> None:
+        """Begin a ballot: this rank will accept nothing of an earlier one."""
         self.mine, self._unsent = replace(self.mine, ballot=ballot), True
         self._num_ballots += 1
         self._clear()
@@ -166,20 +193,33 @@ class ViewChange:
         self._accepts: set[int] = set()  # the ranks that have accepted it
         self._searched = 0  # the number of reports known when this rank as a proposer last searched for those that stay
 
-    def _is_over(self) -> bool:
-        """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
-        waited_s, turn_s, proposal, mine = self._waited_s, self._turn_s, self._proposal, self.mine
-        staying = proposal.following.staying if proposal is not None and not proposal.again else ()
-        stays = self._rules.replica in staying
-        if waited_s >= turn_s and stays and mine.accepted and mine.accepted.ballot == mine.ballot:
-            late = {self._rules.replica_of(rank) for rank in self._rules.ranks(staying) if rank not in self._accepts}
-            self.extend(apart=late)
-        return (
-            waited_s >= turn_s
-            or self._first in self.mine.gone
-            or (self._first in self.mine.lost and (waited_s >= 0.75 * turn_s or self._all_have_lost({self._first})))
-            or (stays and not self.mine.lost.isdisjoint(staying))
-        )
+    def _failure(self) -> str:
+        """Return why the ballot will choose nothing, as far as this rank knows, or ""."""
+        waited_s, turn_s, proposer = self._waited_s, self._turn_s, self._first
+        if waited_s >= turn_s:
+            return f"it took {turn_s:g} s"
+        if proposer in self.mine.gone:
+            return f"its proposer, replica {proposer}, has ended"
+        if proposer in self.mine.lost and (waited_s >= _NOT_HEARD * turn_s or self._all_have_lost({proposer})):
+            return f"its proposer, replica {proposer}, can't be heard"
+        if lost := self.mine.lost.intersection(self._needed):
+            return f"{names_of(lost)} can't be heard by replica {self._rules.replica}"
+        return ""
+
+    @property
+    def _needed(self) -> tuple[int, ...]:
+        """The replicas that all have to accept the proposal, if it is fresh and this one is among them."""
+        if self._proposal is None or self._proposal.again:
+            return ()
+        staying = self._proposal.following.staying
+        return staying if self._rules.replica in staying else ()
+
+    def _give_up_on_mute_acceptors(self) -> None:
+        """Call those apart that hold up a proposal that this rank has accepted, once the ballot's time is over."""
+        accepted = self.mine.accepted
+        if self._waited_s >= self._turn_s and accepted is not None and accepted.ballot == self.mine.ballot:
+            mute = {*self._rules.ranks(self._needed)} - self._accepts
+            self.extend(apart={self._rules.replica_of(rank) for rank in mute})
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears report these as lost."""
@@ -209,15 +249,16 @@ class ViewChange:
         there = self._rules.ranks(each for each in self.view.members if each not in self.mine.gone)
         self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
 
-    def _refused(self) -> str:
+    def _why_stop(self) -> str:
         """Return why this rank stops, or "". It first waits until all that it hears know the same."""
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
         joining = self.mine.joining - self.mine.lost
         if waited_s >= _MOST_TURNS * turn_s:
-            reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
+            last = f" (the last ballot failed: {self._why_failed})" if self._why_failed else ""
+            reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
         elif lost and (refusal := self._refusal(lost, joining)) and self._roster.doubtful() <= self.mine.lost:
-            reason = refusal if waited_s >= turn_s / 4 or self._all_have_lost(lost) else ""
+            reason = refusal if waited_s >= _MUTE * turn_s or self._all_have_lost(lost) else ""
         elif ticked and not self._silent(self._reports.last) and not self._reports.has_accepted:
             # whom this rank can't hear may hear others, but no more than that
             ended = self._ended()
@@ -259,12 +300,13 @@ class ViewChange:
             if self._waited_s >= _MUTE * self._turn_s:
                 self.extend(apart=silent)
             return
-        if (standing := self._standing(reports)) is not None:
-            self._set_proposal(Propose(self.mine.ballot, standing, again=True))
+        if (value := self._value_to_keep(reports)) is not None:
+            self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
         broken = frozenset().union(*(report.lost for report in reports.values()))
         if not self._roster.doubtful() <= self.mine.lost or (
-            len({report.joining - broken for report in reports.values()}) > 1 and self._waited_s < self._turn_s / _TICKS
+            len({report.joining - broken for report in reports.values()}) > 1
+            and self._waited_s < _SAME_JOINERS * self._turn_s
         ):
             return
         if self._searched == self._reports.number:
@@ -273,7 +315,7 @@ class ViewChange:
         there = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
         if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in ended])):
             self._yielded = True  # a member that hears them proposes better
-            self._raise(self.mine.ballot + 1)
+            self._promise(self.mine.ballot + 1)
             return
         staying = self._best(there)
         ranks = rules.ranks(staying)
@@ -285,13 +327,13 @@ class ViewChange:
         self._proposal = proposal
         self._send(proposal)
 
-    def _standing(self, reports: Mapping[int, Report]) -> NextView | None:
+    def _value_to_keep(self, reports: Mapping[int, Report]) -> NextView | None:
         """Return the newest proposal that somebody may have adopted, as all that could tell otherwise have reported."""
         accepted = [report.accepted for report in reports.values() if report.accepted is not None]
         accepted.sort(key=lambda each: each.ballot, reverse=True)
-        return next((each.following for each in accepted if self._may_stand(each.following, reports)), None)
+        return next((each.following for each in accepted if self._may_be_chosen(each.following, reports)), None)
 
-    def _may_stand(self, following: NextView, reports: Mapping[int, Report]) -> bool:
+    def _may_be_chosen(self, following: NextView, reports: Mapping[int, Report]) -> bool:
         """Return whether somebody may have adopted a proposal.
 
         Whoever has accepted it says so, unless it is lost. All that stay had to accept it; if it was proposed again, a
