@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
     assert math.isnan(float(first["loss"]))
     assert last["summary"] == {"a": "NaN", "b": ["Infinity", {"c": "-Infinity"}], "out": "runs/x", "d": None}
     assert float(last["summary"]["b"][1]["c"]) == -math.inf
+
+
+def test_a_fifo_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        MetricsFile(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("half", ["", '{"schema": 1, "event": "No', "é" * 100_000])

@@ -27,7 +27,7 @@ from diloco.events import Event, Sink
 from diloco.monitor.console import JsonConsole, LiveConsole, PlainConsole
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
-from diloco.private_files import read_regular
+from diloco.private_files import check_regular, read_regular
 from diloco.waiting import say
 
 
@@ -45,6 +45,7 @@ class MetricsFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
+            check_regular(path, sys.maxsize)  # a FIFO would be waited for without end
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
