@@ -25,7 +25,16 @@ from torch.nn import functional as F
 from benchmarks.markdown import table
 from benchmarks.parity.losses import gap, heldout_loss, in_words
 from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run, stacks
-from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, newton_schulz, partition
+from diloco.algorithm import (
+    Codec,
+    FragmentLayout,
+    Send,
+    SyncSchedule,
+    ValueSchedule,
+    make_codec,
+    newton_schulz,
+    partition,
+)
 from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
 from diloco.model import DecoderSettings, Transformer
 
@@ -214,7 +223,7 @@ class Outer:
     def __init__(self, stack: Stack) -> None:
         self.stack, self.runs = stack, stack.runs[stack.data_parallel :]
         run, number = self.runs[0], min(self.runs[0].inner_steps, stack.model.layers // 2 + 1)
-        self.layouts = partition(decoder(run), num_fragments=number)
+        self.layouts = self.fragments(number)
         self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
         self.codec = make_codec(run.codec)
         self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
@@ -235,6 +244,9 @@ class Outer:
         self.means: dict[int, Tensor] = {}  # of the momenta
         self.merged: dict[int, int] = {}  # rounds of each fragment
         self.sent_bytes = torch.zeros(len(self.runs), dtype=torch.double, device=stack.device)
+
+    def fragments(self, number: int) -> tuple[FragmentLayout, ...]:
+        return partition(decoder(self.runs[0]), num_fragments=number)
 
     def column(self, name: str) -> Tensor:
         return torch.tensor([getattr(run, name) for run in self.runs], device=self.stack.device)[:, None]

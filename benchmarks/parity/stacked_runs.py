@@ -63,7 +63,7 @@ class Run:
 
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, as JSON has them."""
-        mine, usual = json.loads(json.dumps([asdict(self), asdict(Run())]))
+        mine, usual = json.loads(json.dumps([asdict(self), asdict(type(self)())]))
         return {name: value for name, value in mine.items() if value != usual[name]}
 
 

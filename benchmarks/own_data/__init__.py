@@ -1,0 +1,1 @@
+"""What different data at each replica do to learning."""

@@ -1,0 +1,82 @@
+"""The runs of `benchmarks.own_data`, by the question that they answer."""
+
+from dataclasses import dataclass
+
+from benchmarks.parity.stacked_runs import ISOTROPIC, OFTEN, SEEDS, SIGN, Run, Settings, outer
+
+
+@dataclass(frozen=True)
+class SiteRun(Run):
+    """A run whose replicas are sites, each with its own text. By default AdamW trains all parameters."""
+
+    algorithm: str = "streaming"  # or data-parallel, or alone: no site communicates
+    steps: int = 800
+    start: int = 80
+    optimizer: str = "AdamW"
+    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: float = 3e-3
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.8
+    texts: str = "formats"  # of `benchmarks.own_data.text.KINDS`
+    difference: float = 1.0  # of a site's text this part is of its own kind, and the rest of all four kinds
+    pooled: bool = False  # each site draws from the text of all
+    proximal: float = 0.0  # 1812.06127: each step moves parameters this part, times the rate, towards the global ones
+    correction: float = 0.0  # 1910.06378: this part of the last mean minus the own contribution is added over a window
+    at_home: str = ""  # parameters with this in their names are not synchronised
+    steps_at_home: int = 0  # the last steps, without synchronisation
+
+
+POOLED: Settings = {"pooled": True, "difference": 0.0}
+CENTRAL: Settings = POOLED | {"algorithm": "data-parallel", "learning_rate": 5.6e-3}
+ALONE: Settings = {"algorithm": "alone", "start": 0}
+PROJECTS: Settings = {"texts": "projects"}
+LONG: Settings = {"inner_steps": 30}
+LONGER: Settings = {"inner_steps": 100}
+FLAT: Settings = ISOTROPIC | outer(1.2, 0.8)
+MUON: Settings = {"optimizer": "Muon", "betas": (0.97, 0.99), "learning_rate": 8e-3} | outer(1.0, 0.6)
+EQUAL: Settings = {"difference": 0.0}
+
+
+def each(*variants: Settings, seeds: tuple[int, ...] = SEEDS) -> list[SiteRun]:
+    return [SiteRun(seed=seed, **variant) for seed in seeds for variant in variants]
+
+
+GROUPS = {
+    "answer": each(CENTRAL, EQUAL, {}, ALONE, {"difference": 0.5}, ALONE | {"difference": 0.5}),
+    "windows": each(
+        *(length | way for length in (LONG, LONGER) for way in (EQUAL, {})),
+        OFTEN,
+        OFTEN | EQUAL,
+        seeds=(0,),
+    ),
+    "at home": each(
+        {"at_home": "norm"},
+        {"at_home": "embed_tokens"},
+        {"at_home": "lm_head"},
+        {"steps_at_home": 50},
+        {"steps_at_home": 150},
+        seeds=(0,),
+    ),
+    "isotropic": each(FLAT, FLAT | EQUAL),
+    "projects": each(*(PROJECTS | way for way in (CENTRAL, EQUAL, {}, ALONE))),
+    "remedies": each(
+        *(length | way for length in (LONG, LONGER) for way in ({"proximal": 1.0}, {"correction": 0.5})),
+        LONG | {"proximal": 10.0},
+        seeds=(0,),
+    ),
+    "other settings": each(
+        {"overlap_steps": 5},
+        {"overlap_steps": 5} | EQUAL,
+        SIGN,
+        SIGN | EQUAL,
+        outer(1.0, 0.0),
+        outer(0.7, 0.6),
+        MUON,
+        MUON | EQUAL,
+        POOLED,
+        ALONE | EQUAL,
+        ALONE | {"learning_rate": 2e-3},
+        seeds=(0,),
+    ),
+    "alone, four times the computing": each(ALONE | {"sequences": 64}, seeds=(0,)),
+}
