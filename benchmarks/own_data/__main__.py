@@ -61,14 +61,14 @@ class Sites(Outer):
                 for tensor, part in parts(self.tensors(p), self.drifts[p]):
                     tensor.sub_(part, alpha=run.correction / run.inner_steps)
 
-    def send(self, p: int, codec: Codec) -> None:
+    def send(self, p: int, codec: Codec, feedback: float) -> None:
         own = self.by_replica(self.globals[p]) - flat(self.tensors(p))
-        super().send(p, codec)
+        super().send(p, codec, feedback)
         if self.run.correction:
             own -= self.run.correction * self.drifts.get(p, torch.zeros_like(own))
             self.drifts[p] = self.by_replica(self.mean(own)) - own
 
-    def merged(self) -> Tensors:
+    def with_global(self) -> Tensors:
         """Return the parameters of each site with the global ones in place of its own."""
         tensors = local(self.stack)
         for layout, values in zip(self.layouts, self.globals, strict=True):
@@ -125,7 +125,7 @@ def train(run: SiteRun, text: Texts) -> dict[str, Any]:
                     sites.merge(p, 0.0)
     row: dict[str, Any] = run.changes() | {"local": heldout(stack, local(stack), text.heldout)}
     if run.algorithm != "alone":
-        merged = sites.merged() if sites is not None else local(stack)
+        merged = sites.with_global() if sites is not None else local(stack)
         copies = SITES if run.at_home else 1
         row["global"] = heldout(stack, {name: tensor[:copies] for name, tensor in merged.items()}, text.heldout)
     if sites is not None:
