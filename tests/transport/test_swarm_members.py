@@ -348,7 +348,7 @@ def test_who_is_behind_a_router_names_the_relay_through_which_others_reach_it(
     swarms: Swarms, relay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, it printed its private address, and that it needs a relay."""
-    hidden = swarms.peer(1, run="relayed", at=[relay], hidden=True, founds=True)
+    hidden = swarms.peer(1, run="behind a router", at=[relay], hidden=True, founds=True)
     assert hidden.listens_at() == (relay,)
     listens = swarms.peer(2, run="another", at=[relay], founds=True)
     assert relay not in listens.listens_at()
