@@ -9,7 +9,7 @@ step.
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -107,8 +107,8 @@ def heldout(stack: Stack, tensors: Tensors, kinds: Sequence[PackedTokens]) -> li
     return [[round(loss, 5) for loss in each] for each in torch.stack(result, 1).tolist()]
 
 
-def train(run: SiteRun, text: Texts) -> dict[str, Any]:
-    """Train one run and return its row."""
+def train(run: SiteRun, text: Texts, prepare: Callable[[Sites], None] = lambda sites: None) -> dict[str, Any]:
+    """Train one run and return its row. ``prepare`` may change the outer loop before it begins."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     stack, sites = Stack([run], "cpu"), None
     steps = run.steps - run.start
@@ -116,6 +116,7 @@ def train(run: SiteRun, text: Texts) -> dict[str, Any]:
     for step, (tokens, targets) in zip(range(-run.start, steps), batches(text, run), strict=False):
         if step == 0 and run.algorithm == "streaming":
             sites = Sites(stack, run)
+            prepare(sites)
         recent = [*recent[-49:], stack.train(tokens, targets)]
         if sites is not None and step < steps - run.steps_at_home:
             sites.pull()

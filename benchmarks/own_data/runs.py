@@ -34,6 +34,7 @@ LONG: Settings = {"inner_steps": 30}
 LONGER: Settings = {"inner_steps": 100}
 FLAT: Settings = ISOTROPIC | outer(1.2, 0.8)
 MUON: Settings = {"optimizer": "Muon", "betas": (0.97, 0.99), "learning_rate": 8e-3} | outer(1.0, 0.6)
+HEAD_AT_HOME: Settings = {"at_home": "lm_head"}
 EQUAL: Settings = {"difference": 0.0}
 
 
@@ -45,7 +46,8 @@ GROUPS = {
     "answer": each(CENTRAL, EQUAL, {}, ALONE),
     "windows": each(*(length | way for length in (LONGER, LONG) for way in (EQUAL, {})), seeds=(0,)),
     "projects": each(*(PROJECTS | way for way in (CENTRAL, {}, ALONE))),
-    "at home": each({"steps_at_home": 50}, {"at_home": "norm"}, {"at_home": "lm_head"}, seeds=(0,)),
+    "at home": each({"steps_at_home": 50}, {"at_home": "norm"}, HEAD_AT_HOME, seeds=(0,)),
+    "head at home": [*each(HEAD_AT_HOME, seeds=(1, 2)), *each(PROJECTS | HEAD_AT_HOME)],
     "isotropic": each(FLAT, FLAT | EQUAL, seeds=(0,)),
     "drift": each(*(LONGER | way for way in ({"proximal": 1.0}, {"correction": 0.5})), seeds=(0,)),
     "half": each({"difference": 0.5}, ALONE | {"difference": 0.5}, seeds=(0,)),
