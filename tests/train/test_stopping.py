@@ -139,6 +139,8 @@ def test_sigterm_ends_process_1_of_a_container_also_while_it_prepares(wait: str,
         assert process.stdout is not None
         assert process.stdout.readline() == b"prepares\n"
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            pass  # its main thread has printed, but doesn't wait yet
         os.kill(int(child), signal.SIGTERM)
         assert process.wait(60) == 130
         assert process.stderr is not None
