@@ -16,6 +16,19 @@ LIMIT_S = 300.0
 
 T = TypeVar("T")
 
+PACE = """
+import time
+from diloco.events import StepFinished
+
+class Pace:
+    def __init__(self, folder): pass
+    def close(self): pass
+    def handle(self, event):
+        if isinstance(event, StepFinished):
+            time.sleep(0.02)  # the length of a step, waiting for nothing
+"""
+"""Code of one's own, with which a step takes a while: peers would take all cores while a test waits for them."""
+
 
 class Command:
     """A running command in its own process group.

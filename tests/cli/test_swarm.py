@@ -18,26 +18,12 @@ import pytest
 import diloco.transport
 from diloco.cli import main
 from diloco.transport import PeerReport, Status
-from tests.commands import Command
+from tests.commands import PACE, Command
 from tests.processes import Processes
 from tests.runs import SMALL
 
 QUICK = " --network.silence 20s"
 LOOPBACK = "--network.listen 127.0.0.1:0"
-
-
-PACE = """
-import time
-from diloco.events import StepFinished
-
-class Pace:
-    def __init__(self, folder): pass
-    def close(self): pass
-    def handle(self, event):
-        if isinstance(event, StepFinished):
-            time.sleep(0.02)  # the length of a step, waiting for nothing
-"""
-"""Code of one's own, with which a step takes a while: peers would take all cores while a test waits for them."""
 
 
 class Peer(Command):

@@ -23,7 +23,7 @@ from diloco.config import join_command, parse_arguments, plan_run, to_toml
 from diloco.events import Note, Site, StepFinished, mean_loss
 from diloco.monitor import read_metrics
 from diloco.train import compared, identity, outline, run_training
-from tests.commands import LIMIT_S, Command
+from tests.commands import LIMIT_S, PACE, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
 
@@ -218,19 +218,6 @@ def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_pa
     listed = re.search(r"\*\*What leaves the machine\*\*.*?\n- ", page, re.S)
     assert listed
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
-
-
-PACE = """
-import time
-from diloco.events import StepFinished
-
-class Pace:
-    def __init__(self, folder): pass
-    def close(self): pass
-    def handle(self, event):
-        if isinstance(event, StepFinished):
-            time.sleep(0.02)
-"""
 
 
 def test_a_site_is_killed_and_its_share_is_named_and_it_comes_back_to_its_own_data_beside_a_new_one(
