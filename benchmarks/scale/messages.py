@@ -8,12 +8,11 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 from benchmarks.markdown import table
 from diloco.membership import View
-from diloco.protocol import Effects, Machine, Rules
+from diloco.protocol import Effects, Event, Left, Machine, Rules
 from tests.protocol.network import Limits, Network
 from tests.protocol.simulated import Rank
 
@@ -116,7 +115,7 @@ def _round(network: Counted) -> None:
 
 
 def _leave(network: Counted) -> None:
-    network.rank(1).handle(network.rank(1).machine.views.leave)
+    network.rank(1).handle(Left())
     network.alive.discard(1)
     _check_without_one(network)
 
@@ -161,9 +160,9 @@ def _no_training() -> Iterator[None]:
 def _timed(network: Counted) -> Iterator[None]:
     handle = Machine.handle
 
-    def timed(machine: Machine, *call: Any, **more: Any) -> Effects:
+    def timed(machine: Machine, now_s: float, event: Event) -> Effects:
         begun_s = time.process_time()
-        wanted = handle(machine, *call, **more)
+        wanted = handle(machine, now_s, event)
         network.cpu_s += time.process_time() - begun_s
         return wanted
 

@@ -9,33 +9,46 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
-from diloco.algorithm import Contribution, RoundId, Uplink, Verdict, make_codec
+from diloco.algorithm import Contribution, RoundId, Uplink, Verdict, make_codec, plan_round
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import NextView, View
 from diloco.protocol import (
+    Announced,
+    Answer,
+    Begun,
     Commit,
+    Computed,
+    Connected,
+    Disconnected,
     Effects,
+    Entered,
     Entry,
+    Event,
+    Exchanged,
     GiveVerdict,
     Join,
+    Left,
     Machine,
     Message,
     MessageError,
+    RankLost,
+    Received,
     Rules,
+    Stepped,
     Submitted,
     Timer,
+    TimerFired,
     Welcome,
     WireMessage,
     decode,
     encode,
+    header_of,
 )
 from tests.protocol.network import Limits, Network, explore, settle, wander
-
-P = ParamSpec("P")
 
 CODEC = make_codec("float32")
 NUMEL = 12  # enough to be divided among a few replicas
@@ -96,6 +109,7 @@ class Rank:
         self.todo: deque[Callable[[], object]] = deque()  # what is pending and needs no other rank
         self._given: dict[int, Contribution] = {}
         self.exchanges: dict[tuple[int, RoundId], GiveVerdict | None] = {}  # that have not ended, by view and round
+        self._answer: Answer | None = None  # to its request to join
         self.machine = Machine(replace(rules, rank=rank, ranks_per_replica=size))
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
@@ -104,8 +118,8 @@ class Rank:
         if self._joins is not None:
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
-            self.todo.append(partial(self.handle, self.machine.announce, Join(self._joins)))
-        begin = partial(self.handle, self.machine.begin, view, member=not joining)
+            self.todo.append(partial(self.handle, Announced(Join(self._joins))))
+        begin = partial(self.handle, Begun(view, not joining))
         if ready:
             begin()
         else:
@@ -117,7 +131,7 @@ class Rank:
 
     @step.setter
     def step(self, step: int) -> None:
-        self.machine.rounds.step = step
+        self._call(Stepped(step))
 
     @property
     def view(self) -> View:
@@ -165,7 +179,7 @@ class Rank:
                 self.lose(sender, gone=False)
 
     def lose(self, rank: int, *, gone: bool) -> None:
-        self.handle(self.machine.views.lose, rank, "simulated", gone=gone)
+        self.handle(RankLost(rank, "simulated", gone))
 
     def may(self, what: str) -> bool:
         if what == "timers":
@@ -179,13 +193,13 @@ class Rank:
         if what == "timers":
             delay_s, timer = self.timers.pop(number % len(self.timers))
             self.now_s += delay_s
-            self.handle(self.machine.fire, timer)
+            self.handle(TimerFired(timer))
         elif what == "breaks":
             view_id, round_id = list(self.exchanges)[number % len(self.exchanges)]
             del self.exchanges[view_id, round_id]
-            self.handle(self.machine.rounds.end_exchange, view_id, round_id, "a payload connection broke")
+            self.handle(Exchanged(view_id, round_id, "a payload connection broke"))
         elif what == "leaves":
-            self.handle(self.machine.views.leave)
+            self.handle(Left())
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
@@ -200,24 +214,24 @@ class Rank:
     # The machine.
 
     def hear(self, sender: int, message: Message) -> Effects:
-        return self.handle(self.machine.receive, sender, message)
+        return self.handle(Received(sender, message))
 
-    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
-        """Call the machine, after all changes of connections, and carry out the effects."""
+    def handle(self, event: Event) -> Effects:
+        """Tell the machine, after all changes of connections, and carry out the effects."""
         for other in self.network.ranks:
             connection = self.network.connection(self.rank, other)
             if connection is None and self._known.pop(other, None) is not None:
-                self._call(self.machine.disconnect, other)
+                self._call(Disconnected(other))
             elif connection is not None and self._known.get(other) != connection:
                 self._known[other] = connection
-                self._call(self.machine.connect, other, connection, f"simulated:{other}")
-        effects = self._call(act, *arguments, **more)
+                self._call(Connected(other, connection, f"simulated:{other}"))
+        effects = self._call(event)
         if self.failure is not None:  # the process ends, and its connections with it
             self._leave(str(self.failure))
         return effects
 
-    def _call(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
-        effects = self.machine.handle(self.now_s, act, *arguments, **more)
+    def _call(self, event: Event) -> Effects:
+        effects = self.machine.handle(self.now_s, event)
         self.machine.validate()
         for rank, message in effects.messages:
             self.send(rank, message)
@@ -244,8 +258,10 @@ class Rank:
         for given in effects.verdicts:
             if (given.view_id, given.round) in self.exchanges:
                 self.exchanges[given.view_id, given.round] = given
-            if given.plan is not None:
-                self.shards[given.view_id, given.round, self.machine.rules.position] = given.plan.shards
+            if not given.verdict.void:
+                plan = plan_round(self._given[self._step_of(given.round)], len(given.uplinks), given.uplinks)
+                self.shards[given.view_id, given.round, self.machine.rules.position] = plan.shards
+        self._answer = effects.answer or self._answer
         return effects
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -262,20 +278,20 @@ class Rank:
         verdict: Verdict = given.verdict
         if self.finds_unusable in verdict.contributors:
             words = f"the mean is not finite; replica {self.finds_unusable} contributed most to it"
-            self.handle(self.machine.rounds.end_exchange, view_id, round_id, words, spoiler=self.finds_unusable)
+            self.handle(Exchanged(view_id, round_id, words, spoiler=self.finds_unusable))
             return
         if not verdict.void:
             self.weights[self._step_of(round_id)] = given.weights
             what = f"mean of {round_id} in view {view_id}, by {given.weights}"
             digest = hashlib.sha256(what.encode()).hexdigest()
-            self.handle(self.machine.rounds.compute, view_id, round_id, digest)
-        self.handle(self.machine.rounds.end_exchange, view_id, round_id)
+            self.handle(Computed(view_id, round_id, digest))
+        self.handle(Exchanged(view_id, round_id))
 
     # The training of the rank.
 
     def _join(self, entry: Entry) -> bool:
         """Do what `connected.join` does, without waiting."""
-        answer, self.machine.answer = None if self.left else self.machine.answer, None
+        answer, self._answer = None if self.left else self._answer, None
         if answer is None:
             if not self.left and not self.machine.roster.connections:
                 self._leave("no rank answers")
@@ -284,13 +300,13 @@ class Rank:
         if isinstance(message, Welcome):
             assert message.note.startswith(b"from "), "the member that sends the welcome adds a note"
             self._joins = None
-            self.handle(self.machine.enter, message.following, connections)
+            self.handle(Entered(message.following, connections))
             self.first_step = self.step + 1
         elif message.for_good or self._asked == 20:
             self._leave(f"refused: {message.reason}")
         else:
             self._asked += 1
-            self.handle(self.machine.announce, Join(entry))
+            self.handle(Announced(Join(entry)))
         return True
 
     def _may_step(self) -> bool:
@@ -320,8 +336,8 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        submitted = Submitted(self._given[step], step, self.now_s, uplink=uplink)
-        self.todo.append(partial(self.handle, self.machine.rounds.submit, submitted))
+        submitted = Submitted(header_of(self._given[step], uplink), step, self.now_s)
+        self.todo.append(partial(self.handle, submitted))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

@@ -147,7 +147,7 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
 
 def test_who_gives_up_a_view_change_says_why_its_last_ballot_failed() -> None:
     first = simulated(3)[0]
-    first.handle(first.machine.views.end, "it begins")
+    first.hear(1, report(1))
     first.now_s += 20 * RULES.silence_s
     first.fire(of_round=False)
     words = "the members did not agree on the next view within 50 s (the last ballot failed: it took 5 s)"

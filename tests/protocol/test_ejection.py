@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diloco.protocol import Message, Store, decode
+from diloco.protocol import Ejected, Message, Store, decode
 from tests.protocol.network import Limits, Network, wander
 from tests.protocol.simulated import Rank, check_agreement, finish, simulated
 
@@ -17,7 +17,7 @@ def tell(node: Rank, ejected: int, by: int | None = None) -> None:
         for member in node.view.members:
             if member != node.rank:
                 node.send(member, ORDER)
-    node.handle(node.machine.views.eject, frozenset({ejected}), by, WHY)
+    node.handle(Ejected(frozenset({ejected}), by, WHY))
 
 
 def with_order(size: int, ejected: int, silent: int | None, limits: Limits) -> Network:
@@ -69,7 +69,7 @@ def test_who_ends_because_it_is_ejected_is_lost_for_that_reason() -> None:
 def test_who_repeats_the_order_does_not_delay_its_end() -> None:
     """One that keeps the order to itself has another one repeat it; the silence counts from the first."""
     node = with_order(5, 4, None, Limits())[0]
-    timers = [node.machine.handle(0.0, node.machine.views.eject, frozenset({4}), by, WHY).timers for by in (1, 1, None)]
+    timers = [node.machine.handle(0.0, Ejected(frozenset({4}), by, WHY)).timers for by in (1, 1, None)]
     assert [len(each) for each in timers] == [1, 0, 0]
 
 

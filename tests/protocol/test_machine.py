@@ -17,24 +17,34 @@ from diloco.events import Site
 from diloco.membership import NextView, Report, View
 from diloco.protocol import (
     Adopted,
+    Announced,
     Announcement,
     Beat,
+    Begun,
     Change,
+    Closed,
+    Connected,
+    Disconnected,
     Effects,
     Entry,
+    Event,
     Excluded,
     FactsMessage,
     Header,
     Introduce,
     Join,
+    Left,
     Machine,
     Message,
     MessageError,
+    RankLost,
+    Received,
     RoundVote,
     SiteMessage,
     Submitted,
     decode,
     encode,
+    header_of,
 )
 from tests.protocol.network import Limits, settle
 from tests.protocol.simulated import CODEC, NUMEL, PAYLOAD, RULES, assert_nothing, finish, simulated
@@ -53,21 +63,21 @@ class Rank:
     def __init__(self) -> None:
         self.machine = Machine(replace(RULES, late_s=None, ranks_per_replica=2))
         for rank in range(1, 6):
-            self.handle(self.machine.connect, rank, 10 + rank, f"host:{rank}")
+            self.handle(Connected(rank, 10 + rank, f"host:{rank}"))
 
-    def handle(self, act: Callable[..., None], *arguments: Any, **more: Any) -> Effects:
-        return self.machine.handle(0.0, act, *arguments, **more)
+    def handle(self, event: Event) -> Effects:
+        return self.machine.handle(0.0, event)
 
     def hear(self, sender: int, message: Any) -> Effects:
-        return self.handle(self.machine.receive, sender, decode(encode(message), Message))
+        return self.handle(Received(sender, decode(encode(message), Message)))
 
 
 def first_of_three(*, survive: bool = True) -> Machine:
     """Return rank 0 of three replicas, connected to the others."""
     machine = Machine(replace(RULES, continue_without_lost=survive))
     for rank in (1, 2):
-        machine.handle(0.0, machine.connect, rank, 10 + rank, f"host:{rank}")
-    machine.handle(0.0, machine.begin, View.of(3), member=True)
+        machine.handle(0.0, Connected(rank, 10 + rank, f"host:{rank}"))
+    machine.handle(0.0, Begun(View.of(3), member=True))
     return machine
 
 
@@ -79,7 +89,7 @@ def rank() -> Rank:
 @pytest.fixture
 def member(rank: Rank) -> Rank:
     """A member of a view of replicas 0 and 1."""
-    assert rank.handle(rank.machine.begin, VIEW, member=True).view == VIEW
+    assert rank.handle(Begun(VIEW, member=True)).view == VIEW
     return rank
 
 
@@ -89,7 +99,7 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     for sender in (2, 4):
         rank.hear(sender, MEET)
     assert not rank.machine.said.numbers["finished"]
-    rank.handle(rank.machine.begin, VIEW, member=True)
+    rank.handle(Begun(VIEW, member=True))
     assert rank.machine.said.numbers["finished"] == {2: 7}
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
@@ -119,10 +129,10 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
 
 def test_what_a_replica_tells_of_its_own_data_reaches_the_members_and_stays_known_when_one_has_left() -> None:
     machine = first_of_three()
-    told = machine.handle(0.0, machine.announce, SiteMessage(SITE))
+    told = machine.handle(0.0, Announced(SiteMessage(SITE)))
     assert told.messages == [(1, SiteMessage(SITE)), (2, SiteMessage(SITE))]
-    machine.handle(0.0, machine.receive, 2, SiteMessage(SITE._replace(loss=None)))
-    machine.handle(0.0, machine.disconnect, 2)
+    machine.handle(0.0, Received(2, SiteMessage(SITE._replace(loss=None))))
+    machine.handle(0.0, Disconnected(2))
     assert machine.said.sites == {0: SITE, 2: SITE._replace(loss=None)}
 
 
@@ -210,21 +220,21 @@ def test_who_contributes_to_more_rounds_than_a_view_has_is_lost(member: Rank, mo
 def test_strangers_together_can_not_fill_the_memory_either(rank: Rank, begun: bool, memory: Callable[[], int]) -> None:
     """Also before there are views, such as those that connect to a peer that searches for a swarm."""
     if begun:
-        rank.handle(rank.machine.begin, VIEW, member=True)
+        rank.handle(Begun(VIEW, member=True))
     for stranger in range(100, 120):
-        rank.handle(rank.machine.connect, stranger, 1000 + stranger, f"host:{stranger}")
+        rank.handle(Connected(stranger, 1000 + stranger, f"host:{stranger}"))
         rank.hear(stranger, FactsMessage(Entry(stranger, f"host:{stranger}", {"x": "y" * 4000})))
         with contextlib.suppress(ValueError):
             for _ in range(20):
                 rank.hear(stranger, FAR)
-        rank.handle(rank.machine.disconnect, stranger)
-        rank.handle(rank.machine.views.lose, stranger, "it ended", gone=True)
+        rank.handle(Disconnected(stranger))
+        rank.handle(RankLost(stranger, "it ended", gone=True))
     assert memory() < 6 << 20
 
 
 def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
     """Its process ends after an error in training, say, before any other rank has lost it."""
-    ends = member.handle(member.machine.close, TransportError("it ends"))
+    ends = member.handle(Closed(TransportError("it ends")))
     assert ends.hang_ups == [2, 3]
     assert ends.messages == [(1, Announcement("stop", 0))]
 
@@ -233,12 +243,12 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(gone: bool) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
     machine = first_of_three()
-    machine.handle(1.0, machine.disconnect, 1)
-    machine.handle(1.0, machine.disconnect, 2)
-    machine.handle(1.1, machine.views.lose, 1, "it ended", gone=True)
+    machine.handle(1.0, Disconnected(1))
+    machine.handle(1.0, Disconnected(2))
+    machine.handle(1.1, RankLost(1, "it ended", gone=True))
     assert machine.views.failure is None
     assert machine.views.view == View.of(3)
-    machine.handle(1.2, machine.views.lose, 2, "it ended, or not", gone=gone)
+    machine.handle(1.2, RankLost(2, "it ended, or not", gone=gone))
     if gone:
         assert machine.views.failure is None
         assert machine.views.view.members == (0,)
@@ -251,12 +261,12 @@ def test_a_refused_connection_is_a_silence_where_all_stop(survive: bool) -> None
     """A router that has lost its way refuses for a process that runs. Of two sites, one that is killed must not stop
     the other where it is to continue."""
     machine = first_of_three(survive=survive)
-    machine.handle(1.0, machine.disconnect, 1)
-    machine.handle(1.1, machine.views.lose, 1, "its port refuses", gone=True)
+    machine.handle(1.0, Disconnected(1))
+    machine.handle(1.1, RankLost(1, "its port refuses", gone=True))
     report = machine.views.change.mine
     assert (report.apart, report.gone) == (({1}, set()) if not survive else (set(), {1}))
-    machine.handle(1.2, machine.disconnect, 2)
-    machine.handle(1.3, machine.views.lose, 2, "its port refuses", gone=True)
+    machine.handle(1.2, Disconnected(2))
+    machine.handle(1.3, RankLost(2, "its port refuses", gone=True))
     if survive:
         assert (machine.views.view.members, machine.views.presumed_ended) == ((0,), {1, 2})
     else:
@@ -267,7 +277,7 @@ def test_a_refused_connection_is_a_silence_where_all_stop(survive: bool) -> None
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
     machine = first_of_three()
     for rank, stops in ((1, False), (2, True)):
-        machine.handle(0.0, machine.receive, rank, Announcement("stop", 5))
+        machine.handle(0.0, Received(rank, Announcement("stop", 5)))
         assert machine.said.stopping == stops
 
 
@@ -280,12 +290,12 @@ def test_what_a_replica_announced_is_forgotten_once_it_is_no_member(replicas: in
     finish(network)
     for victim in range(replicas - 1, 0, -1):
         rank = network[victim]
-        rank.handle(rank.machine.announce, Announcement(topic, 1))
+        rank.handle(Announced(Announcement(topic, 1)))
         settle(network)
         assert victim in network[0].machine.said.numbers[topic]
         assert not network[0].machine.said.stopping
         if how == "leaves":
-            rank.handle(rank.machine.views.leave)
+            rank.handle(Left())
         network.end(victim)
         finish(network)
         network.return_whole(victim)
@@ -296,22 +306,22 @@ def test_what_a_replica_announced_is_forgotten_once_it_is_no_member(replicas: in
 
 def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:
     machine = Machine(RULES)
-    machine.handle(0.0, machine.connect, 2, 12, "host:2")
+    machine.handle(0.0, Connected(2, 12, "host:2"))
     for rank, step in ((1, 1 << 53), (7, 0), (8, 0), (9, 0)):
-        machine.handle(0.0, machine.connect, rank, 10 + rank, f"host:{rank}")
-        machine.handle(0.0, machine.receive, rank, Announcement("stop", step))
-    machine.handle(0.0, machine.begin, View.of(3), member=True)
+        machine.handle(0.0, Connected(rank, 10 + rank, f"host:{rank}"))
+        machine.handle(0.0, Received(rank, Announcement("stop", step)))
+    machine.handle(0.0, Begun(View.of(3), member=True))
     assert not machine.said.stopping
     assert not machine.said.numbers["stop"], "also of the member that names a step that nobody can have reached"
 
 
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     """Also if it sent them before this rank knew who is a member, and under a rank that is none."""
-    rank.handle(rank.machine.announce, FactsMessage(Entry(0, "host:0", {"codec": "fp4"})))
+    rank.handle(Announced(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))))
     for sender in (4, 2):
         rank.hear(sender, FactsMessage(Entry(sender, f"host:{sender}", {"codec": "int8"})))
         assert not rank.machine.said.refusal()
-    rank.handle(rank.machine.begin, VIEW, member=True)
+    rank.handle(Begun(VIEW, member=True))
     assert "replica 1 (host:2) has codec = int8" in rank.machine.said.refusal()
 
 
@@ -319,10 +329,10 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
 @pytest.mark.parametrize("survive", [True, False])
 def test_facts_of_any_other_member_that_differ_refuse_a_rank_that_begins(dissenter: int | None, survive: bool) -> None:
     machine = first_of_three(survive=survive)
-    machine.handle(0.0, machine.announce, FactsMessage(Entry(0, "host:0", {"codec": "fp4"})))
+    machine.handle(0.0, Announced(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))))
     for rank in (1, 2):
         facts = {"codec": "int8" if rank == dissenter else "fp4"}
-        machine.handle(0.0, machine.receive, rank, FactsMessage(Entry(rank, f"host:{rank}", facts)))
+        machine.handle(0.0, Received(rank, FactsMessage(Entry(rank, f"host:{rank}", facts))))
     assert bool(machine.said.refusal()) == (dissenter is not None)
 
 
@@ -364,6 +374,6 @@ def test_who_is_far_ahead_or_speaks_for_another_is_lost(member: Rank, message: A
 def test_rounds_may_count_from_a_checkpoint_and_steps_from_zero(member: Rank) -> None:
     """A loop that restores `DiLoCo` alone: its rounds go on, and the steps that its transport counts begin anew."""
     given = Contribution(round=RoundId(0, 5000), replica=0, codec=CODEC, numel=NUMEL, payload=PAYLOAD, digest="d")
-    member.handle(member.machine.rounds.submit, Submitted(given, 1, 0.0))
+    member.handle(Submitted(header_of(given), 1, 0.0))
     assert_nothing(member.hear(2, Header(3, (1, 5001), NUMEL, 1.0, 1.0, "d")))
     assert member.machine.rounds.others_have_contributed()

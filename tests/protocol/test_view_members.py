@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
 from diloco.membership import View, names_of
-from diloco.protocol import Change, Header, Leaving, Machine, RoundVote, Rules, tally
+from diloco.protocol import (
+    Beat,
+    BeatDue,
+    Begun,
+    Change,
+    ClosedToJoiners,
+    Connected,
+    Exchanged,
+    Header,
+    Leaving,
+    Machine,
+    Received,
+    RoundVote,
+    Rules,
+    tally,
+)
+from tests.protocol.broken import report
 from tests.protocol.network import Limits, explore, settle
 from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, finish, simulated
 
@@ -180,7 +196,7 @@ def test_an_exchange_that_fails_makes_its_round_void_unless_the_view_ends_anyway
     network = simulated(2)
     begin(network, 0, 1)
     first = network[0]
-    first.handle(first.machine.rounds.end_exchange, 0, ROUND, "the payload was refused", peer_lost=peer_lost)
+    first.handle(Exchanged(0, ROUND, "the payload was refused", peer_lost=peer_lost))
     assert bool(network[0].sent_of(RoundVote)) == (not peer_lost)
 
 
@@ -195,8 +211,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
         if not (deliveries and deliveries[0][2] == ahead.rank) and any(each.act() for each in (ahead, *behind)):
             continue
         network.happen(*deliveries[0], 0)
-    for each in (*behind, ahead):
-        each.handle(each.machine.views.handle_failure, 0, "why", frozenset(), anyway=True)
+    ahead.hear(0, report(0, number=0))  # the view changes
     explore(network)
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}
@@ -208,7 +223,7 @@ def test_who_is_closed_to_joiners_lets_in_whom_another_admits(closed: tuple[int,
     network = simulated(3, Limits(returns=1), strangers=1)
     network.end(3)
     for number in closed:
-        network[number].machine.views.closed_to_joiners = "it is starting"
+        network[number].handle(ClosedToJoiners("it is starting"))
     network.happen("returns", 3, 0, 0)
     explore(network)
     joiner = network[3]
@@ -269,12 +284,13 @@ def detected_s(heard: dict[int, Callable[[float], float]], members: Iterable[int
     """
     machine, now_s = Machine(SILENCE), 0.0
     for rank in heard:
-        machine.handle(0.0, machine.connect, rank, rank, "")
+        machine.handle(0.0, Connected(rank, rank, ""))
+    machine.handle(0.0, Begun(View(0, (0, *sorted(members))), member=True))
     while now_s < 300:
         now_s += SILENCE.heartbeat_s
         for rank, last in heard.items():
-            machine.roster.note_message(rank, last(now_s))
-        if lost := machine.roster.silent({*members}, now_s):
+            machine.handle(last(now_s), Received(rank, Beat()))
+        if lost := machine.handle(now_s, BeatDue()).silent:
             return now_s, lost
     return now_s, []
 
@@ -324,12 +340,17 @@ def test_two_silences_fit_into_the_time_after_which_somebody_is_late() -> None:
 def test_a_process_that_was_suspended_gives_the_others_time_and_knows_it_for_a_silence() -> None:
     machine = Machine(SILENCE)
     roster = machine.roster
-    machine.handle(0.0, machine.connect, 1, 1, "")
-    assert not roster.beat(0.0)
-    assert not roster.beat(2.1)
+    machine.handle(0.0, Connected(1, 1, ""))
+
+    def stalled(now_s: float) -> bool:
+        effects = machine.handle(now_s, BeatDue())
+        assert not effects.silent
+        return effects.stalled
+
+    assert not stalled(0.0)
+    assert not stalled(2.1)
     assert (roster.was_suspended(15.0), roster.was_suspended(15.2)) == (False, True), "it should have beaten by then"
-    assert roster.beat(22.1)
-    assert not roster.silent({1}, 37.0)
+    assert stalled(22.1)
     assert (roster.was_suspended(30.0), roster.was_suspended(37.2)) == (True, True)
-    assert [roster.beat(now_s) for now_s in (24.0, 26.0, 36.0, 38.0)] == [False, False, True, False]
+    assert [stalled(now_s) for now_s in (24.0, 26.0, 36.0, 38.0)] == [False, False, True, False]
     assert not roster.was_suspended(38.0), "ten seconds are no silence"

@@ -23,7 +23,7 @@ from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
 from diloco.membership import GREATEST, Candidate, View
-from diloco.protocol import Entry, Excluded, Rules
+from diloco.protocol import Disconnected, Entry, Excluded, RankLost, Received, Rules
 from diloco.train import Fleet, follow_views
 from diloco.transport import (
     Address,
@@ -183,7 +183,7 @@ def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet) -> N
     session.settings.network.start_timeout_s = 0.5
     views = fleet.transport.views
     parting = Excluded(GREATEST, "another process has taken its place")
-    fleet.transport.connections.call_act(LIMIT_S, views.receive_parting, parting)
+    fleet.transport.connections.call_event(Received(0, parting), LIMIT_S)
     assert views.replaced
     for each in others:
         each.transport.close()
@@ -272,8 +272,8 @@ def test_one_that_can_not_listen_for_the_others_may_try_again(
 def lose(connections: ConnectionManager, rank: int, *, gone: bool) -> None:
     """End the connection to a rank, as if its process had ended, or as if nothing could be heard from it."""
     connections.hang_up(rank)
-    connections.handle(connections.machine.disconnect, rank)
-    connections.handle(connections.machine.views.lose, rank, "it was cut off", gone=gone)
+    connections.handle(Disconnected(rank))
+    connections.handle(RankLost(rank, "it was cut off", gone))
 
 
 def wait_until(what: Callable[[], object]) -> None:

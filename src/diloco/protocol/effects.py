@@ -1,42 +1,31 @@
-"""What comes out of the machine: the effects of a call on connections, timers and rounds."""
+"""What comes out of the machine: the effects of an event on connections, timers and rounds."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
+from diloco.algorithm import Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
-from diloco.membership import NextView, View
-from diloco.protocol.wire import Entry, WireMessage
+from diloco.membership import NextView, Report, View
+from diloco.protocol.events import Timer
+from diloco.protocol.wire import Entry, Refused, Welcome, WireMessage
 
-Timer = RoundId | None
-"""At which round to look; None: at the change to the next view. None is left from an earlier view."""
-
-
-@dataclass(frozen=True, eq=False)
-class Submitted:
-    """A contribution of this rank, whose payload the machine does not need."""
-
-    contribution: Contribution
-    step: int  # the inner step at which it was sent
-    sent_s: float
-    # how much of the time since then went into view changes, during which the round made no progress
-    paused_s: float = 0.0
-    uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
+Answer = tuple[Welcome | Refused, Mapping[int, int]]
+"""A message, and rank -> connection at the time when the message was received."""
 
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell the exchange of a round which contributions to sum, and how payloads are exchanged."""
+    """Tell the exchange of a round which contributions to sum."""
 
     view_id: int
     round: RoundId
     verdict: Verdict
     weights: Mapping[int, float]  # replica -> weight, for all contributors
-    plan: Exchange | None  # None: the round is void
+    uplinks: tuple[Uplink, ...]  # of the members, in order, for the plan of the exchange; empty: the round is void
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,8 +35,6 @@ class Commit:
     round: RoundId
     view: View  # the view whose members took part
     contributors: tuple[int, ...]  # the replicas in the mean, ascending
-    sent_bytes: int  # payload bytes that this replica sent for the round
-    received_bytes: int
     note: str = ""  # why replicas were left out of the mean or messages were refused; "" if nothing was wrong
     # for each contributor, how many seconds after the first one this replica received its contribution; empty if
     # unknown
@@ -56,26 +43,28 @@ class Commit:
     # fragment's state, which the donor holds, and its own contribution did not count.
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
-    choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
-
-    @classmethod
-    def of(cls, plan: Exchange, view: View, replica: int, **more: Any) -> Self:
-        """Return the result of a round that was exchanged by a plan, for a member of its view."""
-        here = view.members.index(replica)
-        sent_bytes, received_bytes = plan.sent[here], plan.received[here]
-        return cls(view=view, sent_bytes=sent_bytes, received_bytes=received_bytes, choice=plan.choice, **more)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Average(Mean, Commit):
     """The result of a committed round: its mean, bit-identical on every replica, and how the round went."""
 
+    sent_bytes: int  # payload bytes that this replica sent for the round
+    received_bytes: int
+    choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
     wait_s: float = 0.0  # how long this replica stalled for it (virtual seconds on an emulated link)
+
+    @classmethod
+    def of(cls, plan: Exchange, replica: int, *, view: View, **more: Any) -> Self:
+        """Return the result of a round that was exchanged by a plan, for a member of its view."""
+        here = view.members.index(replica)
+        sent_bytes, received_bytes = plan.sent[here], plan.received[here]
+        return cls(view=view, sent_bytes=sent_bytes, received_bytes=received_bytes, choice=plan.choice, **more)
 
 
 @dataclass(eq=False)
 class Effects:
-    """What one call causes. The owner carries it out field by field; no effect depends on the success of another."""
+    """What one event causes. The owner carries it out field by field; no effect depends on the success of another."""
 
     messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
     hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; this doesn't count as a loss
@@ -92,14 +81,35 @@ class Effects:
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
     registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
     introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't
+    answer: Answer | None = None  # to this rank's request to join; a welcome is the last one
+    silent: list[int] = field(default_factory=list)  # ranks that count as lost by silence
+    stalled: bool = False  # this process stood still, so whoever owes it something has time again
+
+
+@dataclass(frozen=True)
+class RoundFailed:
+    """The view is to end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
+
+    view_id: int
+    why: str
+    behind: frozenset[int]
+    anyway: bool
+
+
+@dataclass(frozen=True)
+class ViewBegan:
+    """A view has begun: the first one, or what followed one; ``mine`` is this rank's report on the end of that."""
+
+    following: NextView | None = None
+    mine: Report | None = None
 
 
 @dataclass(eq=False)
 class Outbox:
-    """What the parts of the machine produce during a call."""
+    """What the parts of the machine produce during an event."""
 
     effects: Effects = field(default_factory=Effects)
-    queue: deque[Callable[[], None]] = field(default_factory=deque)  # what is to be done before they are returned
+    queue: deque[RoundFailed | ViewBegan] = field(default_factory=deque)  # what other parts follow before the end
     now_s: float = 0.0
 
     def send(self, ranks: Iterable[int], message: WireMessage) -> None:

@@ -1,19 +1,39 @@
-"""The state machine of one rank: calls and a time go in, effects come out.
+"""The state machine of one rank: events and a time go in, effects come out.
 
-It owns no thread, clock, socket or future. Its owner makes one call at a time and carries out the returned effects.
+It owns no thread, clock, socket or future. Its owner hands in one event at a time and carries out the returned effects;
+other threads read its state, and nobody else changes it.
 A connection has a number of its own, since a process that takes a rank's place uses another connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ParamSpec
-
 import msgspec
 
+from diloco.algorithm import RoundId
 from diloco.errors import TransportError
-from diloco.membership import NextView, Report, View
-from diloco.protocol.effects import Effects, Outbox, Timer
+from diloco.protocol.effects import Effects, Outbox, RoundFailed, ViewBegan
+from diloco.protocol.events import (
+    Announced,
+    BeatDue,
+    Begun,
+    Closed,
+    ClosedToJoiners,
+    Computed,
+    Connected,
+    Disconnected,
+    Ejected,
+    Entered,
+    Event,
+    Exchanged,
+    Left,
+    PresumedEnded,
+    RankLost,
+    Received,
+    Stepped,
+    Submitted,
+    TimerFired,
+    Yielded,
+)
 from diloco.protocol.members import Announcements, Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -43,11 +63,6 @@ from diloco.protocol.wire import (
     encode,
 )
 
-P = ParamSpec("P")
-
-Answer = tuple[Welcome | Refused, Mapping[int, int]]
-"""A message, and rank -> connection at the time when the message was received."""
-
 _FROM_MEMBERS = (Announcement, SiteMessage, Introduce, Excluded)
 _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
 _MAX_HELD = 1000  # messages held per sender: many times what a rank sends in a view before all have adopted it
@@ -65,29 +80,28 @@ class Machine:
         self._outbox = Outbox()
         self.rounds = Rounds(rules, self._outbox)
         self.views = Views(rules, self.roster, self.rounds, self._outbox)
-        self.views.on_begin = self._on_view
-        self.answer: Answer | None = None  # to this rank's request to join: a welcome, or the last other one
-        self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
+        self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked to let it join
+        self._is_welcome = False  # whether one has answered so
         self._began = False
         # messages that wait for a view, in the order of their arrival: the sender; the message, encoded, as that takes
         # the least memory; its connection, None if that had ended by then; and whether the sender was a member
         self._held: list[tuple[int, bytes, int | None, bool]] = []
 
-    def handle(self, now_s: float, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
-        """Make a call, and return the effects to carry out.
-
-        Args:
-            now_s: the current time of a monotonic clock.
-            act: a method of this machine, of its rounds or of its views.
+    def handle(self, now_s: float, event: Event) -> Effects:
+        """Take in an event, and return the effects to carry out; ``now_s`` is the current time of a monotonic clock.
 
         Raises:
             MessageError: a message does not conform to this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
-        act(*arguments, **more)
+        self._take_in(event)
         while outbox.queue:
-            outbox.queue.popleft()()
+            match outbox.queue.popleft():
+                case RoundFailed() as failed:
+                    self.views.handle_failure(failed)
+                case ViewBegan() as began:
+                    self._begin_view(began)
         if self.views.failure is not None and self._stops_together:
             self._stop()
         effects, outbox.effects = outbox.effects, Effects()
@@ -111,45 +125,59 @@ class Machine:
             return bool(asked)
         return 2 * len(asked) >= len(self.views.view.members)
 
-    # From the network.
+    # Events.
 
-    def connect(self, rank: int, connection: int, address: str) -> None:
-        """A control connection is open; it replaces an earlier one to the same rank."""
-        self.roster.connect(rank, connection, address, self._outbox.now_s)
+    def _take_in(self, event: Event) -> None:
+        views, rounds, roster = self.views, self.rounds, self.roster
+        match event:
+            case Connected(rank, connection, address):
+                roster.connect(rank, connection, address, self._outbox.now_s)
+            case Disconnected(rank):
+                roster.disconnect(rank)
+                roster.in_doubt.add(rank)
+                self.said.forget(rank)
+            case RankLost(rank, why, gone):
+                views.lose(rank, why, gone=gone)
+            case Received(sender, message):
+                self._receive(sender, message)
+            case BeatDue():
+                now_s, effects = self._outbox.now_s, self._outbox.effects
+                effects.stalled = roster.beat(now_s)
+                effects.silent = roster.silent(self.rules.ranks(views.view.members), now_s)
+            case TimerFired(None):
+                views.settle()
+            case TimerFired(RoundId() as round_id):
+                rounds.look(round_id)
+            case Begun(view, member):
+                self._began = True
+                views.begin(view, member=member)
+            case Entered(following, connections):
+                self._asked = frozenset()
+                views.enter(following, connections)
+            case ClosedToJoiners(why):
+                views.closed_to_joiners = why
+            case PresumedEnded(replicas):
+                views.presumed_ended |= replicas
+            case Announced(message):
+                self._announce(message)
+            case Stepped(step):
+                rounds.step = step
+            case Submitted():
+                rounds.submit(event)
+            case Computed():
+                rounds.compute(event)
+            case Exchanged():
+                rounds.end_exchange(event)
+            case Ejected():
+                views.eject(event)
+            case Left():
+                views.leave()
+            case Yielded(why):
+                views.stop(why)
+            case Closed(failure):
+                self._close(failure)
 
-    def disconnect(self, rank: int) -> None:
-        """A control connection has ended; the reason is still unknown."""
-        self.roster.disconnect(rank)
-        self.roster.in_doubt.add(rank)
-        self.said.forget(rank)
-
-    def fire(self, timer: Timer) -> None:
-        if timer is None:
-            self.views.settle()
-        else:
-            self.rounds.look(timer)
-
-    # From this rank's owner.
-
-    def begin(self, view: View, *, member: bool, closed: str = "") -> None:
-        """Start, as the control connections are open.
-
-        Args:
-            view: the first view.
-            member: whether this rank is a member of it; otherwise it observes until it enters one.
-            closed: why no replica can join for now; "" if all can.
-        """
-        self._began = True
-        self.views.closed_to_joiners = closed
-        self.views.begin(view, member=member)
-
-    def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
-        """Become a member of the view that a welcome names; ``connections`` are those of `Answer`."""
-        self._asked = frozenset()
-        self.views.enter(following, connections)
-
-    def announce(self, message: Announcement | SiteMessage | FactsMessage | Join) -> None:
-        """Send a message in this rank's name to whom it concerns."""
+    def _announce(self, message: Announcement | SiteMessage | FactsMessage | Join) -> None:
         match message:
             case Join():
                 connected = tuple(sorted(self.roster.connections))
@@ -160,35 +188,29 @@ class Machine:
                 self._outbox.send(self.roster.connections, message)
             case Announcement("stop"):
                 self._stop()
-            case Announcement():
-                self._announce(message)
+            case Announcement(topic, value):
+                self.said.numbers[topic][self.rules.rank] = value
+                self._send_to_others(message)
             case SiteMessage():
                 self.said.sites[self.rules.rank] = message.site
                 self._send_to_others(message)
 
-    def close(self, failure: TransportError) -> None:
-        """Take no part any more; rounds in flight end with ``failure``."""
+    def _close(self, failure: TransportError) -> None:
         self.views.close(failure)
         if self._stops_together and self.rules.continue_without_lost:
             self.views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
 
     # What follows.
 
-    def _on_view(self, following: NextView | None, mine: Report | None) -> None:
-        """A view has begun: the first one, or what followed one; ``mine`` is this rank's report on the end of that."""
-        views = self.views
-        self.said.begin_view(views.view.members)
+    def _begin_view(self, began: ViewBegan) -> None:
+        self.said.begin_view(self.views.view.members)
         self._release_held()
-        views.on_view(following, mine)
+        self.views.on_view(began)
 
     @property
     def _stops_together(self) -> bool:
         """Whether all ranks stop at the same step when one has to."""
         return self.rules.together and not self.rules.raise_on_loss
-
-    def _announce(self, message: Announcement) -> None:
-        self.said.numbers[message.topic][self.rules.rank] = message.value
-        self._send_to_others(message)
 
     def _send_to_others(self, message: Announcement | SiteMessage) -> None:
         if self._began:
@@ -201,12 +223,12 @@ class Machine:
         """
         if not self.said.stopping:
             self.said.stopping = True  # set before the step is read, so that training begins at most one more step
-            self._announce(Announcement("stop", self.rounds.step))
+            self.said.numbers["stop"][self.rules.rank] = self.rounds.step
+            self._send_to_others(Announcement("stop", self.rounds.step))
 
     # Received messages.
 
-    def receive(self, sender: int, message: Message) -> None:
-        """A control message has arrived, which may be a mere heartbeat. If it is invalid, raise `MessageError`."""
+    def _receive(self, sender: int, message: Message) -> None:
         self.roster.note_message(sender, self._outbox.now_s)
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
             return
@@ -215,7 +237,8 @@ class Machine:
                 pass
             case Welcome() | Refused():
                 if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
-                    self.answer = message, dict(self.roster.connections)
+                    self._is_welcome = isinstance(message, Welcome)
+                    self._outbox.effects.answer = message, dict(self.roster.connections)
             case FactsMessage():
                 if (mine := self.said.receive(sender, message)) is not None:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
@@ -321,7 +344,7 @@ class Machine:
 
     def _can_refuse(self, sender: int) -> bool:
         """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""
-        if self.answer is not None and isinstance(self.answer[0], Welcome):
+        if self._is_welcome:
             return False
         members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
         return self.rules.replica_of(sender) in members or members <= {self.rules.replica}

@@ -6,10 +6,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from diloco.algorithm import Contribution, Exchange, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
+import msgspec
+
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, Verdict, bounded_weights, judge
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol.effects import Commit, Submitted
+from diloco.protocol.effects import Commit, GiveVerdict
+from diloco.protocol.events import Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Header, RoundVote
 
@@ -27,7 +30,6 @@ class Round:
     premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
     fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
     begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
-    plan: Exchange | None = None  # the plan of the payload exchange; None until all headers have been received
     taking_over: bool = False  # whether this rank is still adopting the fragment's state
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
@@ -69,13 +71,7 @@ class Round:
         return member * self.rules.ranks_per_replica + self.rules.position
 
     def judge(self) -> Verdict:
-        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to.
-
-        The headers also name the uplinks by which the exchange of the payloads is planned.
-        """
-        assert self.begun is not None
-        uplinks = [self.header_of(member).uplink for member in self.view.members]
-        self.plan = plan_round(self.begun.contribution, len(uplinks), uplinks)
+        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
         self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
         if self.taking_over:
             holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
@@ -85,13 +81,15 @@ class Round:
             self.fault = verdict.divergence(self.id, self.header_of(verdict.donor).digest)
         return verdict
 
-    def weights(self) -> Mapping[int, float]:
-        """Return the weight of each contributor in the mean."""
-        headers = {each: self.header_of(each) for each in self.verdict.contributors} if self.verdict else {}
-        return bounded_weights(
+    def given(self, verdict: Verdict) -> GiveVerdict:
+        """Return what the exchange needs: the verdict, the weight of each contributor, and the members' uplinks."""
+        headers = {each: self.header_of(each) for each in verdict.contributors}
+        weights = bounded_weights(
             {member: header.weight for member, header in headers.items()},
             {member: header.base_weight for member, header in headers.items()},
         )
+        uplinks = () if verdict.void else tuple(self.header_of(member).uplink for member in self.view.members)
+        return GiveVerdict(self.view.id, self.id, verdict, weights, uplinks)
 
     @property
     def due_s(self) -> float:
@@ -133,8 +131,8 @@ class Round:
     def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
         """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
         if self.rules.rank in self.votes:
-            return replace(begun, sent_s=now_s, paused_s=0.0)
-        return replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
+            return msgspec.structs.replace(begun, sent_s=now_s, paused_s=0.0)
+        return msgspec.structs.replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
 
     def validate(self) -> None:
         """Assert what holds between two calls, for tests."""
@@ -153,13 +151,10 @@ class Round:
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
         assert self.verdict is not None
-        assert self.plan is not None
         heard_s = [self.heard_s[self._here(member)] for member in self.verdict.contributors]
-        return Commit.of(
-            self.plan,
-            self.view,
-            self.rules.replica,
+        return Commit(
             round=self.id,
+            view=self.view,
             contributors=self.verdict.contributors,
             note=self.verdict.reason,
             donor=self.donor,
@@ -171,11 +166,11 @@ class Round:
 # The verdict, which every rank derives alike from the headers of all ranks.
 
 
-def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
-    """Return the header of a `Contribution.checked`."""
+def header_of(contribution: Contribution, uplink: Uplink = UNKNOWN_UPLINK) -> Header:
+    """Return the header of a `Contribution.checked`, in view 0."""
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
-        view_id,
+        0,
         contribution.round,
         contribution.numel,
         contribution.weight,
@@ -184,8 +179,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
         contribution.withdrawn,
-        taking_over,
-        uplink,
+        uplink=uplink,
     )
 
 

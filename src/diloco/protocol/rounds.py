@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Container, Sequence
+
+import msgspec
 
 from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundIds, View, Votes, names_of, refusal
-from diloco.protocol.effects import GiveVerdict, Outbox, Submitted
-from diloco.protocol.round import Round, header_of, tally
+from diloco.protocol.effects import Outbox, RoundFailed
+from diloco.protocol.events import Computed, Exchanged, Submitted
+from diloco.protocol.round import Round, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Header, RoundVote, WireMessage
 
@@ -36,10 +37,9 @@ class Rounds:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # the reason for the last view change, as this rank learned it
-        self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
+        self.step = 0  # the number of inner steps that this rank has begun to synchronise
         self.from_step = 0  # contributions sent before this inner step are too old for the current view
         self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
-        self.on_failure: Callable[..., None]  # see `Views.handle_failure`
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
         self._outbox = outbox
@@ -88,7 +88,7 @@ class Rounds:
 
     def submit(self, submitted: Submitted) -> None:
         """Begin the round of a contribution, hold the contribution, or report its round as void."""
-        round_id = submitted.contribution.round
+        round_id = submitted.header.round
         window_steps = submitted.step - self._sent_at.get(round_id.fragment, 0)
         self._longest_window_steps = max(self._longest_window_steps, window_steps)
         self._sent_at[round_id.fragment] = submitted.step
@@ -106,13 +106,12 @@ class Rounds:
     def _begin_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for submitted in waiting:
-            self.submit(replace(submitted, paused_s=self._outbox.now_s - submitted.sent_s))
+            self.submit(msgspec.structs.replace(submitted, paused_s=self._outbox.now_s - submitted.sent_s))
 
     def _begin(self, submitted: Submitted) -> None:
         assert self.view is not None
-        contribution = submitted.contribution
-        fragment, outer_step = contribution.round.fragment, contribution.round.outer_step
-        each = self._round(contribution.round)
+        fragment, outer_step = submitted.header.round
+        each = self._round(submitted.header.round)
         self._forget_before(fragment, outer_step)
         self._last[fragment] = max(self._last.get(fragment, 0), outer_step)
         self._newest = max(self._newest, outer_step)
@@ -122,7 +121,7 @@ class Rounds:
             self._decide(each, False, _VOTED_AGAINST)
             return
         each.heard_s[self._rules.rank] = submitted.sent_s
-        header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
+        header = msgspec.structs.replace(submitted.header, view=self.view.id, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
         self._broadcast(header)
         if each.committed is not None:  # void, by the votes of others
@@ -231,27 +230,19 @@ class Rounds:
 
     # Payloads and timers.
 
-    def compute(self, view_id: int, round_id: RoundId, digest: str) -> None:
-        """Vote for a round of which this rank holds the mean; ``digest`` covers everything that it would change."""
-        if each := self._find(view_id, round_id):
-            self._cast(each, digest)
+    def compute(self, computed: Computed) -> None:
+        """Vote for a round of which this rank holds the mean."""
+        if each := self._find(computed.view_id, computed.round):
+            self._cast(each, computed.digest)
 
-    def end_exchange(
-        self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None
-    ) -> None:
-        """Record the end of the exchange of a round's payloads.
-
-        Args:
-            failure: why there is no mean; "" if there is one, or if the round is void.
-            peer_lost: whether it failed with a connection, whose loss ends the view.
-            spoiler: the replica whose values this rank has found to be at fault, or None.
-        """
-        if (each := self._find(view_id, round_id)) is None:
+    def end_exchange(self, ended: Exchanged) -> None:
+        """Record the end of the exchange of a round's payloads."""
+        if (each := self._find(ended.view_id, ended.round)) is None:
             return
-        if failure and not peer_lost and each.committed is None:
-            self._cast(each, reason=failure)
-        if spoiler is not None:
-            self._note_spoilers({spoiler}, failure)
+        if ended.failure and not ended.peer_lost and each.committed is None:
+            self._cast(each, reason=ended.failure)
+        if ended.spoiler is not None:
+            self._note_spoilers({ended.spoiler}, ended.failure)
         each.exchanging = False
         each.free()
 
@@ -316,8 +307,7 @@ class Rounds:
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
         if each.exchanging:
-            given = GiveVerdict(each.view.id, each.id, verdict, each.weights(), each.plan)
-            self._outbox.effects.verdicts.append(given)
+            self._outbox.effects.verdicts.append(each.given(verdict))
 
     def _cast(self, each: Round, digest: str = "", *, reason: str = "", diverged: tuple[int, ...] = ()) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
@@ -401,7 +391,7 @@ class Rounds:
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
-        self._outbox.queue.append(partial(self.on_failure, self.view.id, why, behind, anyway=anyway))
+        self._outbox.queue.append(RoundFailed(self.view.id, why, behind, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)

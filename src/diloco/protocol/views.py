@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import GREATEST, NextView, Report, RoundIds, View, names_of, refusal
-from diloco.protocol.effects import Outbox, Submitted
+from diloco.membership import GREATEST, NextView, RoundIds, View, names_of, refusal
+from diloco.protocol.effects import Outbox, RoundFailed, ViewBegan
+from diloco.protocol.events import Ejected, Submitted
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -35,8 +35,6 @@ class Views:
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
-        self.on_begin: Callable[[NextView | None, Report | None], None] = self.on_view  # called once a view has begun
-        rounds.on_failure = self.handle_failure
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self.replaced = False  # whether the others have stopped this process because another one has its place
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
@@ -83,7 +81,7 @@ class Views:
         if member:
             self._first = view
             self._open((), frozenset())
-        self._outbox.queue.append(partial(self.on_begin, None, None))
+        self._outbox.queue.append(ViewBegan())
 
     def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
         """Become a member of a view that the others agreed on. Ranks that were lost earlier are lost in this view."""
@@ -92,7 +90,7 @@ class Views:
         self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
         self._roster.members.update(connections)
         self._open((), following.void)
-        self._outbox.queue.append(partial(self.on_begin, following, None))
+        self._outbox.queue.append(ViewBegan(following))
 
     def leave(self) -> None:
         """Leave for good, with all ranks of this replica; the others continue, and rounds in flight end here."""
@@ -176,10 +174,10 @@ class Views:
         """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
         return self._roster.unreached(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
 
-    def handle_failure(self, view_id: int, why: str, behind: frozenset[int], *, anyway: bool) -> None:
-        """End the view, as rounds could not take place in it; see `Rounds`."""
-        if view_id == self.view.id and (anyway or not refusal(self.view, behind, self._rules)):
-            self.end(why, behind=behind)
+    def handle_failure(self, failed: RoundFailed) -> None:
+        """End the view, as rounds could not take place in it."""
+        if failed.view_id == self.view.id and (failed.anyway or not refusal(self.view, failed.behind, self._rules)):
+            self.end(failed.why, behind=failed.behind)
 
     def settle(self) -> None:
         """Do what is due in a view change after some time."""
@@ -189,17 +187,14 @@ class Views:
         else:
             self._go_on_without_ejected(at_once=True)
 
-    def eject(self, replicas: frozenset[int], by: int | None, why: str) -> None:
+    def eject(self, ejected: Ejected) -> None:
         """Accept no view with these replicas any more, and end this one once all others do so, or after a silence.
 
         If one ended its connections to them earlier, they could agree on the next view with those that don't know.
-
-        Args:
-            by: the rank that has told this one, which has told the others; None: it heard of it otherwise.
         """
-        knows = set() if by is None else {self._rules.replica_of(by)}
-        if replicas != self._ejected:
-            self._ejected, self._why_ejected, self._know = replicas, why, knows
+        knows = set() if ejected.by is None else {self._rules.replica_of(ejected.by)}
+        if ejected.replicas != self._ejected:
+            self._ejected, self._why_ejected, self._know = ejected.replicas, ejected.why, knows
         elif knows <= self._know:
             return  # who repeats it would set the timer again and again
         self._know |= knows
@@ -370,7 +365,7 @@ class Views:
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
-        self._outbox.queue.append(partial(self.on_begin, following, change.mine))
+        self._outbox.queue.append(ViewBegan(following, change.mine))
 
     def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
@@ -381,9 +376,9 @@ class Views:
             self._outbox.effects.view = self.view
         self._rounds.open(self.view, carried, void)
 
-    def on_view(self, following: NextView | None, mine: Report | None) -> None:
+    def on_view(self, began: ViewBegan) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        me = self._rules.replica
+        me, following, mine = self._rules.replica, began.following, began.mine
         members = frozenset(self.view.members)
         unheard, gone, left = self._unheard(), frozenset[int](), frozenset[int]()
         if mine is None:  # what it knows of members that ended before it was one
@@ -398,7 +393,9 @@ class Views:
             self.end(words, apart=unheard - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
-        waiting = [each for each in dict.fromkeys((*self._complete(), *mine.joining)) if each not in self.view.members]
+        waiting = [
+            each for each in dict.fromkeys((*self._complete(), *sorted(mine.joining))) if each not in self.view.members
+        ]
         # they may not be connected to those that have just joined
         again = [each for each in waiting if following.joined or each in mine.joining or self.closed_to_joiners]
         for replica in again:

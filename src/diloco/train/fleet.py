@@ -184,7 +184,7 @@ class Fleet:
     def close_to_joiners(self, reason: str) -> None:
         """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
         if self._directory is not None:
-            self._directory.transport.views.closed_to_joiners = reason
+            self._directory.transport.close_to_joiners(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""

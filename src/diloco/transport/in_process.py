@@ -213,7 +213,7 @@ class InProcessTransport:
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
-        return Average.of(exchange, self.view, replica, **vars(state.mean), **more)
+        return Average.of(exchange, replica, view=self.view, **vars(state.mean), **more)
 
     def _decided(self, replica: int, round_id: RoundId) -> _Round:
         state = self.rounds.get(round_id)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.algorithm import (
-    UNKNOWN_UPLINK,
     Contribution,
     Exchange,
     Mean,
@@ -146,7 +145,7 @@ class ProcessGroupTransport(Transport):
     def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
         mine = replace(mine, withdrawn=mine.checked().withdrawn[:_MOST_REASON])
-        header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
+        header = encode(header_of(mine))
         heads = self._everyone.begin_gather(_padded(header, _HEAD_BYTES))
         extras = [each.contiguous().view(torch.uint8) for each in (mine.buffers, mine.integers) if each is not None]
         more = self._peers.begin_gather(torch.cat(extras)) if extras else None
@@ -188,7 +187,7 @@ class ProcessGroupTransport(Transport):
         if mean is None or reason:
             raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
         said = {"round": mine.round, "note": verdict.reason}
-        return Average.of(plan, self.view, self.replica, **vars(mean), **said)
+        return Average.of(plan, self.replica, view=self.view, **vars(mean), **said)
 
     def _received(
         self, mine: Contribution, header: Header, member: int, payloads: Tensor, extras: Tensor | None

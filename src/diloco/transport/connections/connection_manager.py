@@ -19,7 +19,23 @@ from msgspec import Meta
 
 from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
-from diloco.protocol import Beat, Entry, Excluded, GivenUp, Message, MessageError, Refused, Rules, Store, WireMessage
+from diloco.protocol import (
+    Beat,
+    BeatDue,
+    Connected,
+    Disconnected,
+    Entry,
+    Excluded,
+    GivenUp,
+    Message,
+    MessageError,
+    RankLost,
+    Received,
+    Refused,
+    Rules,
+    Store,
+    WireMessage,
+)
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
@@ -199,9 +215,9 @@ class ConnectionManager(ControlThread):
             else:
                 peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
-            self.handle(self.machine.disconnect, peer.rank)
+            self.handle(Disconnected(peer.rank))
         for peer, why in dropped.items():
-            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
+            self.handle(RankLost(peer.rank, f"the connection to {peer.address} was ended: {why}"))
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -283,7 +299,7 @@ class ConnectionManager(ControlThread):
         peer = Peer(rank, number, address, writer, token, opened, trusted, dials, crossed, self.meter)
         self.peers[rank] = peer
         self.on_peer(peer)
-        self.handle(self.machine.connect, rank, number, str(address))
+        self.handle(Connected(rank, number, str(address)))
         peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()
         identities = (self.streams.identity(writer),)
@@ -291,7 +307,7 @@ class ConnectionManager(ControlThread):
             self.drop({self.peers[out]: "too many connected peers are not members"})
 
     def _deliver(self, rank: int, message: Message) -> None:
-        self.handle(self.machine.receive, rank, message)
+        self.handle(Received(rank, message))
         if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
             try:
                 receive(rank, message.value)
@@ -305,10 +321,10 @@ class ConnectionManager(ControlThread):
         if self.peers.get(peer.rank) is not peer:
             return
         self.hang_up(peer.rank)
-        self.handle(self.machine.disconnect, peer.rank)
+        self.handle(Disconnected(peer.rank))
         why, gone = await self._why_lost(peer, ended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
-            self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
+            self.handle(RankLost(peer.rank, why, gone))
 
     async def _why_lost(self, peer: Peer, ended: str) -> tuple[str, bool]:
         """Return why a process is lost whose connection has ended, and whether it seems to have ended."""
@@ -334,17 +350,15 @@ class ConnectionManager(ControlThread):
         return f"{what}, though a process still listens there", False
 
     async def _beat(self) -> None:
-        roster = self.machine.roster
-        roster.beat(self.loop.time())
+        self.handle(BeatDue())
         while True:
             await asyncio.sleep(self.rules.heartbeat_s)
-            now_s = self.loop.time()
-            if roster.beat(now_s):  # this process itself stalled
+            effects, now_s = self.handle(BeatDue()), self.loop.time()
+            if effects.stalled:
                 for peer in self.peers.values():
                     peer.bare_s = now_s
-            quiet = {*roster.silent(self._members, now_s)}
             why = f"nothing was received for {self.rules.silence_s:g} s"
-            self.drop({peer: why for rank, peer in self.peers.items() if rank in quiet}, silent=True)
+            self.drop({peer: why for rank, peer in self.peers.items() if rank in effects.silent}, silent=True)
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s

@@ -1,4 +1,4 @@
-"""The control thread of a rank: an event loop, which runs the machine and carries out its effects.
+"""The control thread of a rank: an event loop, which hands events to the machine and carries out their effects.
 
 Closing it ends its tasks and the connections that were opened in it. So does an internal error in a task or a callback:
 whoever waits for it learns the reason at once, and other processes see that this one is gone.
@@ -14,17 +14,15 @@ import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
-from diloco.protocol import Effects, Machine, MessageError, Rules, Timer
+from diloco.protocol import Effects, Event, Machine, MessageError, Received, Rules, Timer, TimerFired
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 from diloco.waiting import elapsed_s
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 Acts = list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]
@@ -58,13 +56,13 @@ class _Loop(asyncio.SelectorEventLoop):
 class ControlThread:
     """A daemon thread with an event loop, running when the constructor returns.
 
-    It calls the machine under a lock; other threads read the machine's state under the same lock.
+    The machine takes in events under a lock; other threads read its state under the same lock.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules, self.rank = rules, rules.rank  # of this process
         self.machine = Machine(rules)
-        self.changed = threading.Condition()  # its lock guards the machine; notified after each call
+        self.changed = threading.Condition()  # its lock guards the machine; notified after each event
         self.acts: Callable[[Effects], Acts] = lambda effects: []  # what carries out effects, but for timers
         self.left = ""  # why this rank has closed its transport; "": it has not
         self.fault = ""  # the internal error that has ended all connections; "": none
@@ -114,22 +112,27 @@ class ControlThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.call_soon, function, *arguments)
 
-    def post_act(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
-        """Call the machine soon."""
-        self.post(partial(self.handle, act, *arguments, **more))
+    def post_event(self, event: Event) -> None:
+        """Let the machine take in an event soon."""
+        self.post(self.handle, event)
 
-    def call_act(self, timeout_s: float | None, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
-        """Call the machine, and wait until the effects are carried out. Errors are those of `call`."""
+    def call_event(self, event: Event, timeout_s: float | None = None) -> None:
+        """Let the machine take in an event, and wait until its effects are carried out. Errors are those of `call`."""
 
         async def handle() -> None:
-            self.handle(act, *arguments, **more)
+            self.handle(event)
             if self.fault:
                 raise TransportError(self.fault)
 
         self.call(handle(), timeout_s)
 
+    def note(self, event: Event) -> None:
+        """Let the machine take in an event at once; it has no effects."""
+        with self.changed:
+            self._take_in(event)
+
     def wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each call of the machine."""
+        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event."""
         with self.changed:
             self.changed.wait_for(lambda: self.left or self.fault or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
             if self.fault or self.left:
@@ -151,24 +154,26 @@ class ControlThread:
 
     # In this thread.
 
-    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
-        """Call the machine, and carry out all effects, whatever happens to one of them.
+    def handle(self, event: Event) -> Effects:
+        """Let the machine take in an event, and carry out all effects, whatever happens to one of them.
+
+        Return them, as whoever sends heartbeats carries out what follows from these.
 
         Raises:
             MessageError: A malformed message was received. Any other error ends this thread's connections.
         """
         if self.fault:
             self.on_fault()  # for a round that has begun since
-            return
+            return Effects()
         try:
             with self.changed:
-                effects = self.machine.handle(self.loop.time(), act, *arguments, **more)
+                effects = self._take_in(event)
                 self.changed.notify_all()
         except Exception as error:
-            if act == self.machine.receive and isinstance(error, MessageError):
+            if isinstance(event, Received) and isinstance(error, MessageError):
                 raise
             self.fail(error)
-            return
+            return Effects()
         errors = []
         for carry_out, many in [*self.acts(effects), (self._set_timer, effects.timers.items())]:
             for each in many:
@@ -178,6 +183,10 @@ class ControlThread:
                     errors.append(error)
         if errors:
             self.fail(errors[0])
+        return effects
+
+    def _take_in(self, event: Event) -> Effects:
+        return self.machine.handle(self.loop.time(), event)
 
     def _set_timer(self, timer: Timer, delay_s: float | None) -> None:
         if handle := self._timers.pop(timer, None):
@@ -187,7 +196,7 @@ class ControlThread:
 
     def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
-        self.handle(self.machine.fire, timer)
+        self.handle(TimerFired(timer))
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``coroutine`` as a task. An error that ends it is an internal one; see `fail`."""

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from diloco.algorithm import (
     largest_magnitude,
     mean_into_,
     mean_of_buffers,
+    plan_round,
     sampled_ranges,
     scale_factors,
     spread,
@@ -38,7 +39,7 @@ from diloco.algorithm import (
 from diloco.devices import beside_training, empty, to_device, to_host, usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.membership import View
-from diloco.protocol import GiveVerdict
+from diloco.protocol import Exchanged, GiveVerdict
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.peer import PIECE_BITS, Peer, round_tag
 from diloco.waiting import at_once
@@ -83,9 +84,9 @@ class PayloadExchange:
     def __init__(
         self, contribution: Contribution, view: View, peers: Mapping[int, Peer], connections: ConnectionManager
     ) -> None:
-        self.contribution, self.members = contribution, view.members
+        self.contribution, self.view, self.members = contribution, view, view.members
         self.me = self.members.index(contribution.replica)
-        # which contributions to sum, and the plan by which payloads are sent; or why the exchange has failed
+        # which contributions to sum, or why the exchange has failed
         self.verdict: Future[GiveVerdict] = Future()
         self.mean: Mean | None = None  # once this rank has computed it
         self._peers, self._loop, self._piece_bytes = peers, connections.loop, connections.rules.piece_bytes
@@ -116,8 +117,7 @@ class PayloadExchange:
         if given.verdict.void:
             self.cancel()
             return
-        assert given.plan is not None
-        self.plan = given.plan
+        self.plan = plan_round(self.contribution, len(self.members), given.uplinks)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
@@ -131,11 +131,9 @@ class PayloadExchange:
         else:
             self.verdict.set_result(given)
 
-    def run(self, on_mean: Callable[[str], None]) -> dict[str, Any]:
-        """Sum the payloads, until the exchange has ended, and tell ``on_mean`` the digest of the mean.
-
-        Return what `Rounds.end_exchange` takes.
-        """
+    def run(self, on_mean: Callable[[str], None]) -> Exchanged:
+        """Sum the payloads, until the exchange has ended, and tell ``on_mean`` the digest of the mean."""
+        ended = partial(Exchanged, self.view.id, self.contribution.round)
         try:
             given = self.verdict.result()
             weights, contributors = given.weights, given.verdict.contributors
@@ -157,15 +155,15 @@ class PayloadExchange:
             on_mean(self.mean.digest())
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
-            return {}
+            return ended()
         except CancelledError:
-            return {}
+            return ended()
         except TransportError as error:
             peer_lost = len(self._peers) + 1 < len(self.members) or any(peer.ended for peer in self._peers.values())
-            return {"failure": str(error), "peer_lost": peer_lost}
+            return ended(str(error), peer_lost=peer_lost)
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
-            return {"failure": words, "spoiler": error.replica if isinstance(error, CodecError) else None}
+            return ended(words, spoiler=error.replica if isinstance(error, CodecError) else None)
 
     def cancel(self) -> None:
         """Stop, as the round is void or has ended: who waits is released. Runs in the thread of the peers."""

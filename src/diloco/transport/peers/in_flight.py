@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.devices import side_stream
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol import Average, Commit, GiveVerdict, Submitted
+from diloco.protocol import Average, Commit, Computed, Exchanged, GiveVerdict, Submitted, header_of
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
 from diloco.waiting import at_once, elapsed_s, in_thread
@@ -23,7 +23,6 @@ from diloco.waiting import at_once, elapsed_s, in_thread
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
 
-_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8, device="cpu")
 _ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
 
 
@@ -50,7 +49,8 @@ class PeerPending:
             decided_s = elapsed_s()
             if isinstance(outcome, Commit):
                 assert self.exchange is not None, "this rank has voted"
-                outcome = average = Average(**vars(self.exchange.mean) | vars(outcome))
+                fields = vars(self.exchange.mean) | vars(outcome)
+                outcome = average = Average.of(self.exchange.plan, self.transport.replica, **fields)
                 if self.on_commit is not None:
                     self.on_commit(average)  # an error ends the transport, and with it this round, which is undecided
             self.outcome, self.decided_s, self.void = outcome, decided_s, isinstance(outcome, RoundVoidError)
@@ -80,33 +80,34 @@ class PeerPending:
 class RoundsInFlight:
     """All rounds in flight of this rank, each decided once.
 
-    The machine gets contributions without their payloads, and digests of means.
+    The machine gets the headers of contributions, and digests of means.
     """
 
     def __init__(self, links: PeerLinks) -> None:
         self.last: dict[int, PeerPending] = {}  # fragment -> the last contribution to it
         self._links, self._rules, self._connections = links, links.rules, links.connections
-        self._machine = self._connections.machine.rounds
         self._closed: TransportError | None = None
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
         self._running: set[Future[Any]] = set()  # threads of exchanges and copies
         self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
 
-    def submit(self, pending: PeerPending, submitted: Submitted, ready: Future[Any] | None) -> None:
+    def submit(self, pending: PeerPending, step: int, uplink: Uplink, ready: Future[Any] | None) -> None:
         """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
+        contribution = pending.contribution
+        assert contribution is not None
         with self._lock:
             if self._closed is not None:
                 raise TransportError(f"{self._closed}. Its contribution to {pending.round} was not accepted.")
             self.last[pending.round.fragment] = pending
         copied = None
-        if ready is None and submitted.contribution.payload.is_cuda:
-            pending.contribution, copied = _host_copy(submitted.contribution)
+        if ready is None and contribution.payload.is_cuda:
+            pending.contribution, copied = _host_copy(contribution)
         ready = ready or copied or at_once(lambda: None)
 
         def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)
             if ready.exception() is None:
-                self._connections.post(self._submit, pending, submitted)
+                self._connections.post(self._submit, pending, step, uplink)
             elif ready is copied:
                 self._connections.post(self._connections.fail, ready.exception())
 
@@ -134,10 +135,10 @@ class RoundsInFlight:
 
     # In the control thread.
 
-    def _submit(self, pending: PeerPending, submitted: Submitted) -> None:
+    def _submit(self, pending: PeerPending, step: int, uplink: Uplink) -> None:
         if pending.contribution is not None:  # else the transport has ended
-            bare = replace(pending.contribution.checked(), payload=_NO_PAYLOAD)
-            self._connections.handle(self._machine.submit, replace(submitted, contribution=bare))
+            header = header_of(pending.contribution.checked(), uplink)
+            self._connections.handle(Submitted(header, step, pending.sent_s))
 
     def resolve(self, round_id: RoundId, outcome: Commit | TransportError) -> None:
         if isinstance(outcome, TransportError):
@@ -156,11 +157,11 @@ class RoundsInFlight:
         exchange = PayloadExchange(pending.contribution, view, peers, self._connections)
         pending.exchange = self._exchanges[key] = exchange
         running = in_thread(
-            lambda: exchange.run(lambda digest: self._connections.post_act(self._machine.compute, *key, digest)),
+            lambda: exchange.run(lambda digest: self._connections.post_event(Computed(*key, digest))),
             f"diloco-{round_id.fragment}",
         )
         self._running.add(running)
-        running.add_done_callback(lambda running: self._ended(key, running))
+        running.add_done_callback(self._ended)
 
     def give(self, given: GiveVerdict) -> None:
         exchange = self._exchanges.get((given.view_id, given.round))
@@ -178,18 +179,18 @@ class RoundsInFlight:
             if ended(key):
                 exchange.cancel()
 
-    def _end(self, key: tuple[int, RoundId], ending: dict[str, Any]) -> None:
-        self._exchanges.pop(key).cancel()  # releases what is left of it
-        self._connections.handle(self._machine.end_exchange, *key, **ending)
+    def _end(self, ended: Exchanged) -> None:
+        self._exchanges.pop((ended.view_id, ended.round)).cancel()  # releases what is left of it
+        self._connections.handle(ended)
 
     # In the thread of an exchange.
 
-    def _ended(self, key: tuple[int, RoundId], running: Future[dict[str, Any]]) -> None:
+    def _ended(self, running: Future[Exchanged]) -> None:
         self._running.discard(running)
         if (error := running.exception()) is not None:
             self._connections.post(self._connections.fail, error)
         else:
-            self._connections.post(self._end, key, running.result())
+            self._connections.post(self._end, running.result())
 
 
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:

@@ -18,17 +18,24 @@ from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError,
 from diloco.events import Site
 from diloco.membership import NextView, View, names_of
 from diloco.protocol import (
+    Announced,
     Announcement,
     Answer,
     Average,
+    Begun,
+    Closed,
+    ClosedToJoiners,
     Effects,
+    Ejected,
+    Entered,
     Entry,
     FactsMessage,
     Join,
+    Left,
     Rules,
     SiteMessage,
+    Stepped,
     Store,
-    Submitted,
     Welcome,
     note,
 )
@@ -67,7 +74,8 @@ class PeerTransport(Transport):
         thread.acts, thread.on_fault = self._acts, self._end_waiting
         self._machine, self._changed = thread.machine, thread.changed
         self.views = self._machine.views  # those that it has been a member of, and the next one
-        self._post, self._call, self._wait_for = thread.post_act, thread.call_act, thread.wait_for
+        self._post, self._call, self._wait_for = thread.post_event, thread.call_event, thread.wait_for
+        self._answer: Answer | None = None  # to the request to join
         self.links = links(thread)
         self._rounds = RoundsInFlight(self.links)
         self.replica = rules.replica
@@ -93,7 +101,7 @@ class PeerTransport(Transport):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._machine.rounds.step = step
+        self.connections.note(Stepped(step))
 
     @property
     def failure(self) -> TransportError | None:  # type: ignore[override]  # nobody sets it here
@@ -157,8 +165,7 @@ class PeerTransport(Transport):
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
-        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
-        self._rounds.submit(pending, submitted, ready)
+        self._rounds.submit(pending, self.step, uplink, ready)
         return Pending(pending.wait)
 
     average_later = average
@@ -215,7 +222,7 @@ class PeerTransport(Transport):
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(self._machine.announce, Announcement("speed", steps_per_s))
+        self._post(Announced(Announcement("speed", steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -223,7 +230,7 @@ class PeerTransport(Transport):
         return {self.rules.replica_of(rank): speed for rank, speed in speeds.items() if rank != self.rules.rank}
 
     def announce_site(self, site: Site) -> None:
-        self._post(self._machine.announce, SiteMessage(site))
+        self._post(Announced(SiteMessage(site)))
 
     def sites(self) -> Mapping[int, Site]:
         sites = dict(self._machine.said.sites)  # at once, as the control thread changes it
@@ -232,7 +239,7 @@ class PeerTransport(Transport):
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
         others_continue = self._machine.rounds.others_have_contributed
-        self._post(self._machine.announce, Announcement("finished", self.step))
+        self._post(Announced(Announcement("finished", self.step)))
         self._met("finished", others_continue)
         with self._changed:
             leaves = others_continue()
@@ -245,20 +252,24 @@ class PeerTransport(Transport):
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
         with contextlib.suppress(TimeoutError):  # the others then detect the loss themselves
-            self._call(_LEAVING_S, self._machine.views.leave)
+            self._call(Left(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
         """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
-        self._post(self.views.eject, frozenset(replicas), by, why)
+        self._post(Ejected(frozenset(replicas), by, why))
+
+    def close_to_joiners(self, why: str) -> None:
+        """Refuse replicas that ask to join, for the reason ``why``; "" admits them again."""
+        self.connections.note(ClosedToJoiners(why))
 
     def end(self, failure: TransportError) -> None:
         """Take part in no more rounds; those in flight end with ``failure``. For any thread."""
-        self._post(self._machine.close, failure)
+        self._post(Closed(failure))
 
     def leave_at_once(self) -> None:
         """Leave without waiting for the others. For any thread."""
-        self._post(self._machine.views.leave)
+        self._post(Left())
 
     def close(self) -> None:
         """End all connections within seconds. Operations that wait in other threads fail at once.
@@ -272,7 +283,7 @@ class PeerTransport(Transport):
             self._changed.notify_all()
         left = TransportError(self.connections.left)
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
-            self._call(_ENDING_S, self._machine.close, left)
+            self._call(Closed(left), _ENDING_S)
         self._rounds.close(left)  # contributions that have not reached the machine
         self.connections.close()
         self._rounds.wait_for_threads()
@@ -287,14 +298,15 @@ class PeerTransport(Transport):
         """
         self.view = view
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
-        self._call(None, self._machine.begin, view, member=member, closed=closed)
+        self.close_to_joiners(closed)
+        self._call(Begun(view, member))
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(self._machine.announce, Join(entry))
-        self._wait_for(lambda: self._machine.answer, timeout_s)
+        self._post(Announced(Join(entry)))
+        self._wait_for(lambda: self._answer, timeout_s)
         with self._changed:
-            answer, self._machine.answer = self._machine.answer, None
+            answer, self._answer = self._answer, None
             return answer
 
     def enter(self, welcome: Answer) -> None:
@@ -303,7 +315,7 @@ class PeerTransport(Transport):
         following = message.following
         self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
-        self._call(None, self._machine.enter, following, connections)
+        self._call(Entered(following, connections))
 
     # For the training thread: what ranks agree on outside their rounds.
 
@@ -315,7 +327,7 @@ class PeerTransport(Transport):
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in present() - said.entries.keys()})
 
-        self._post(self._machine.announce, FactsMessage(entry))
+        self._post(Announced(FactsMessage(entry)))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
             self._wait_for(lambda: said.mine == entry and (said.refusal() or not unready()), timeout_s)
             why, missing = said.refusal(), unready()
@@ -330,7 +342,7 @@ class PeerTransport(Transport):
 
     def ask_to_stop(self) -> None:
         self._asked_to_stop = True
-        self._post(self._machine.announce, Announcement("stop", 0))
+        self._post(Announced(Announcement("stop", 0)))
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """Do as `Transport.stop_step`, if half of the members ask for it. One that is alone leaves."""
@@ -377,7 +389,13 @@ class PeerTransport(Transport):
             (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
+            (self._note_answer, [(effects.answer,)] if effects.answer is not None else []),
         ]
+
+    def _note_answer(self, answer: Answer) -> None:
+        with self._changed:
+            self._answer = answer
+            self._changed.notify_all()
 
     def _adopt(self, following: NextView, reason: str) -> None:
         self.view, self.reason = following.view, reason

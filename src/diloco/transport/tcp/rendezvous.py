@@ -14,7 +14,18 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words, names_of, yields
-from diloco.protocol import Ask, Entry, Looking, Members, Refused, Table, WireMessage, table_of
+from diloco.protocol import (
+    Ask,
+    Entry,
+    Looking,
+    Members,
+    PresumedEnded,
+    Refused,
+    Table,
+    WireMessage,
+    Yielded,
+    table_of,
+)
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import question, say, within
@@ -106,7 +117,7 @@ class TcpDirectory(Directory):
 
     def _meet(self, replica: int, theirs: Collection[int], *, is_reached: bool) -> None:
         """Compare this side with the one on which a replica has gone on that seemed to have ended, and yield to it."""
-        mine, views = self.members, self.transport.views
+        mine = self.members
         if not mine or replica in mine or self.transport.replica in theirs:
             return  # it has stopped by now, or they are about to be one side again
         found = (
@@ -120,9 +131,9 @@ class TcpDirectory(Directory):
             self._lives.add(replica)
         elif is_reached:
             lost = "This side yields, and adopts their state; what it has averaged by itself is lost."
-            self.connections.handle(views.stop, f"{found} {lost}")
+            self.connections.handle(Yielded(f"{found} {lost}"))
         else:
-            views.presumed_ended.add(replica)  # so that it is asked
+            self.connections.handle(PresumedEnded(frozenset({replica})))  # so that it is asked
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity, rank = self.connections.streams.identity(writer), asked.entry.rank
