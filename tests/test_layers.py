@@ -22,6 +22,7 @@ ORDER = (
     "waiting",
     "signals",
     "devices",
+    "metrics",
     "events",
     "algorithm",
     "testing",

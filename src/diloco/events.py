@@ -3,24 +3,25 @@
 ``outer`` and ``train`` emit events, ``monitor`` and ``watch`` consume them. Every event is a frozen dataclass of plain
 values. `to_record` turns it into the flat dictionary that becomes one line of ``metrics.jsonl``: its keys are the field
 names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
+
+A new metric is a field with a `diloco.metrics.Metric` in its annotation, and the code that knows its value: whatever
+shows metrics then shows it.
 """
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from msgspec import Meta
 
+from diloco.metrics import Measurement, Metric, measured, metrics_of
+
 SCHEMA_VERSION = 1
 """The version of the ``metrics.jsonl`` schema. Within one version, fields may be added but never renamed or removed."""
-
-
-TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
-"""The fields of `RoundCommitted` that say how contributions, their mean and the momentum relate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,9 @@ class RunStarted(Event):
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
     best_heldout_loss: float | None = None  # the lowest held-out loss before this start, if the run resumes
     shared_start_steps: int = 0  # the number of steps, from the first one, that average gradients
-    rounds_committed: int = 0  # before this start, as all that follow
-    rounds_void: int = 0
+    # before this start, as all that follow
+    rounds_committed: Annotated[int, Metric("Committed rounds", kind="total")] = 0
+    rounds_void: Annotated[int, Metric("Void rounds", kind="total")] = 0
     tokens: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -63,24 +65,33 @@ class RunStarted(Event):
 class StepFinished(Event):
     """Every replica of this process has finished one inner step."""
 
-    loss: float  # mean training loss over the replicas of this process, in nats per token
-    learning_rate: float
-    # mean over replicas of the global gradient norm before clipping; None if it is unknown, as for the next one
-    gradient_norm: float | None
-    tokens: int | None  # tokens seen so far, over all replicas
-    step_s: float  # wall-clock time of this step, in seconds
-    sent_bytes: int  # bytes sent so far by one replica (mean over the replicas of this process)
-    received_bytes: int  # bytes received so far by one replica (mean over the replicas of this process)
-    compute_utilization: float  # compute time / (compute time + time waiting for communication), so far; 0..1
+    loss: Annotated[float, Metric("Training loss", "nats per token", of_model=True, column="loss")]
+    """The mean over the replicas of this process."""
+    learning_rate: Annotated[float, Metric("Learning rate")]
+    gradient_norm: Annotated[float | None, Metric("Gradient norm before clipping", of_model=True)]
+    """The mean over replicas; None if it is unknown, as for the next one."""
+    tokens: Annotated[int | None, Metric("Tokens trained by all replicas", "tokens", "total")]
+    step_s: Annotated[float, Metric("Time of a step", "s", "rate")]
+    # of all replicas; None if it is unknown
+    tokens_per_s: Annotated[
+        float | None, Metric("Throughput of all replicas", "tokens per second", "rate", column="tokens/s")
+    ] = None
+    model_flops_utilization: Annotated[
+        float | None, Metric("Model FLOPs utilisation", "share", "rate", column="MFU")
+    ] = None
+    """The model's operations in this step, as a fraction of what the device of this process could have done in
+    ``step_s``; None if the peak is unknown or the step was skipped."""
+    # so far by one replica, the mean over the replicas of this process
+    sent_bytes: Annotated[int, Metric("Sent by one replica", "bytes", "total", column="sent")]
+    received_bytes: Annotated[int, Metric("Received by one replica", "bytes", "total")]
+    # compute time / (compute time + time waiting for communication), so far; 0..1
+    compute_utilization: Annotated[float, Metric("Compute utilisation", "share", column="compute")]
     skipped_replicas: int = 0  # replicas whose inner step the gradient scaler skipped (float16 only)
     trained: bool = True
     """False if this process skipped the step because it is slower than others (dynamic steps). Loss, learning
     rate and gradient norm are then those of the last step that it trained."""
     pace: float = 1.0  # fraction of the scheduled steps that this process currently trains (dynamic steps)
     epoch: int = 1  # the pass over the data, or over the source that has been read most often
-    model_flops_utilization: float | None = None
-    """The model's operations in this step, as a fraction of what the device of this process could have done in
-    ``step_s``; None if the peak is unknown or the step was skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,23 @@ class RoundSent(Event):
     weight: float = 1.0  # weight in the mean: 1 if the replica trained every step since it last counted in a mean
 
 
+class PeerTraffic(NamedTuple):
+    """What a connection to another replica has carried since it began."""
+
+    # payload bytes, as they were on the wire
+    sent_bytes: Annotated[int, Metric("Sent to a peer", "bytes", "counter", name="peer_sent_bytes")]
+    received_bytes: Annotated[int, Metric("Received from a peer", "bytes", "counter", name="peer_received_bytes")]
+    # the shortest one; None if it is unknown
+    round_trip_s: Annotated[float | None, Metric("Round trip to a peer", "s", name="peer_round_trip_s")]
+
+
+class Arrival(NamedTuple):
+    """When a contribution came."""
+
+    # by this replica's clock
+    late_s: Annotated[float, Metric("Contribution of a peer after the first one", "s", name="peer_late_s")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Event):
     """One replica has applied the outer step of a round and merged the result."""
@@ -108,21 +136,21 @@ class RoundCommitted(Event):
     contributors: tuple[int, ...]
     sent_bytes: int
     received_bytes: int
-    wait_s: float
+    wait_s: Annotated[float, Metric("Wait for a mean", "s", "part")]
     clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down for being too large
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     choice: str = ""  # what slow uplinks have changed in the exchange, and what that costs; else empty
-    mean_norm: float | None = None
-    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None if the value
-    is undefined. All but this one are estimated from samples of the fragment."""
-    mean_cosine: float | None = None
-    """The cosine between this mean and the fragment's previous one; None in the first round of a process."""
-    momentum_cosine: float | None = None
+    mean_norm: Annotated[float | None, Metric("Norm of the mean pseudo-gradient", of_model=True)] = None
+    """The L2 norm. This field and the following ones up to ``spread`` are None if the value is undefined. All but this
+    one are estimated from samples of the fragment."""
+    mean_cosine: Annotated[float | None, Metric("Cosine with the previous mean", "cosine", of_model=True)] = None
+    """Of the fragment; None in the first round of a process."""
+    momentum_cosine: Annotated[float | None, Metric("Cosine with the outer momentum", "cosine", of_model=True)] = None
     """The cosine between this mean and the outer momentum before the step; None without momentum and in the first
     round."""
-    gain: float | None = None
-    """The effective gain: how far the global parameters moved along the mean, as a multiple of the mean's norm."""
-    spread: float | None = None
+    gain: Annotated[float | None, Metric("Effective gain", "norms of the mean", of_model=True)] = None
+    """How far the global parameters moved along the mean, as a multiple of the mean's norm."""
+    spread: Annotated[float | None, Metric("Spread of the contributions", "norms of the mean", of_model=True)] = None
     """The root-mean-square distance of the contributions from their mean, as a multiple of the mean's norm: 0 if all
     are equal, sqrt(M - 1) if they are orthogonal. None if no replica has whole contributions (reduce-scatter)."""
     late_s: tuple[float, ...] = ()
@@ -132,9 +160,8 @@ class RoundCommitted(Event):
     total_weight: float = 0.0  # the sum of the contributors' weights, by which the sum was divided
     weight: float = 0.0  # this replica's own, and the digest that `RoundSent` has
     digest: str = ""
-    peers: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
-    """For each connected replica, by number: payload bytes sent to it and received from it, as they were on the wire
-    since the connection began, and the shortest round trip in seconds (0: unknown). Empty within one process."""
+    peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
+    """Each connected replica, by number. Empty within one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +215,15 @@ class Site(NamedTuple):
     """All that a replica with data of its own (`data.local`) tells the others of that data."""
 
     step: Annotated[int, Meta(ge=0, le=1 << 53)]  # inner steps that it had finished when it evaluated
-    # of the global parameters on its held-out data, in nats per token; None: nothing is held out
-    loss: Annotated[float, Meta(ge=0, le=1e30)] | None
-    tokens: Annotated[int, Meta(ge=0, le=1 << 53)]  # that it has trained on
-    passes: Annotated[float, Meta(ge=0, le=1e30)]  # over its data
+    # of the global parameters on its held-out data; None: nothing is held out
+    loss: Annotated[
+        Annotated[float, Meta(ge=0, le=1e30)] | None,
+        Metric("Held-out loss on own data", "nats per token", of_model=True, name="replica_loss"),
+    ]
+    # of its data that it has trained on
+    tokens: Annotated[int, Meta(ge=0, le=1 << 53), Metric("Tokens of own data", "tokens", name="replica_tokens")]
+    # over its data
+    passes: Annotated[float, Meta(ge=0, le=1e30), Metric("Passes over own data", name="replica_passes")]
 
 
 def mean_loss(sites: Mapping[str, Site]) -> float | None:
@@ -208,15 +240,21 @@ def mean_loss(sites: Mapping[str, Site]) -> float | None:
 class Evaluated(Event):
     """Held-out evaluation of the global parameters."""
 
-    heldout_loss: float  # nats per token
-    perplexity: float
-    bits_per_byte: float
+    heldout_loss: Annotated[float, Metric("Held-out loss", "nats per token", of_model=True)]
+    perplexity: Annotated[float, Metric("Held-out perplexity", of_model=True)]
+    bits_per_byte: Annotated[float, Metric("Held-out bits per byte", of_model=True)]
     heldout_tokens: int
     final: bool = False
     # what follows is known where each replica has data of its own (`data.local`)
-    local_loss: float | None = None  # of this replica's own local parameters on the same data
+    # of this replica's own local parameters on the same data
+    local_loss: Annotated[
+        float | None, Metric("Held-out loss of local parameters", "nats per token", of_model=True)
+    ] = None
     sites: Mapping[str, Site] = field(default_factory=dict)  # by replica, the newest of each member
-    sites_loss: float | None = None  # `mean_loss` of these
+    # `mean_loss` of these
+    sites_loss: Annotated[float | None, Metric("Held-out loss over all own data", "nats per token", of_model=True)] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +262,12 @@ class CheckpointSaved(Event):
     """A complete checkpoint has been written to ``path``."""
 
     path: str
-    size_bytes: int
-    save_s: float
-    free_bytes: int | None = None  # free space left on its disk
+    size_bytes: Annotated[int, Metric("Size of a checkpoint", "bytes", name="checkpoint_size_bytes")]
+    save_s: Annotated[float, Metric("Time to save a checkpoint", "s", name="checkpoint_save_s")]
+    # free space left on its disk
+    free_bytes: Annotated[int | None, Metric("Free space for checkpoints", "bytes", name="checkpoint_free_bytes")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +298,45 @@ class RunFinished(Event):
     """The run has ended; ``summary`` is the content of ``summary.json``."""
 
     summary: Mapping[str, Any]
+
+
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric
+    for kind in (RunStarted, StepFinished, RoundCommitted, PeerTraffic, Arrival, Evaluated, Site, CheckpointSaved)
+    for metric in metrics_of(kind).values()
+}
+"""All metrics by name."""
+
+
+class Measurements:
+    """What the events of one process measure. A round counts once, though each of its replicas reports it."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, int] = {}  # fragment -> its newest outer step
+
+    def of(self, event: Event) -> Iterator[Measurement]:
+        """Yield what ``event`` measures: of a fragment, a peer or a replica, if it is about one of several."""
+        match event:
+            case RunStarted():  # it has what was measured before
+                self._rounds.clear()
+            case RoundCommitted():
+                if event.outer_step > self._rounds.get(event.fragment, -1):
+                    self._rounds[event.fragment] = event.outer_step
+                    yield from _of_round(event)
+            case Evaluated():
+                yield from measured(event)
+                for replica, site in event.sites.items():
+                    yield from measured(site, "replica", replica)
+            case _:
+                yield from measured(event)
+
+
+def _of_round(event: RoundCommitted) -> Iterator[Measurement]:
+    yield from measured(event, "fragment", str(event.fragment))
+    for peer, traffic in event.peers.items():
+        yield from measured(traffic, "peer", peer)
+    for contributor, late_s in zip(event.contributors, event.late_s, strict=False):
+        yield from measured(Arrival(late_s), "peer", str(contributor))
 
 
 class Sink(Protocol):

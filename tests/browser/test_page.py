@@ -179,7 +179,7 @@ def test_exported_page_opens_from_disk_and_loads_nothing(tmp_path: Path, pages: 
     assert page.locator("#live").inner_text().startswith("as of ")
     assert page.locator("#figure-loss .scatterlayer .trace").count() == 2, "training and held-out"
     page.locator("#outer-details summary").click()
-    until(page, "document.querySelectorAll('#outer .plot .scatterlayer').length === 1")  # only the gain is reported
+    until(page, "document.querySelectorAll('#outer .plot .scatterlayer').length === 2")  # the wait and the gain
     assert [address for address in pages.requests if not address.startswith(("file:", "data:", "blob:"))] == []
     pages.close()
 
@@ -189,7 +189,7 @@ def test_what_has_no_data_is_hidden(tmp_path: Path, opened: Open) -> None:
     visible = [heading.inner_text() for heading in page.locator("h2").all() if heading.is_visible()]
     assert visible == ["Status", "Alerts", "Curves", "Peers"]
     assert "No data" not in page.locator("main").inner_text()
-    assert not page.locator("#figure-mfu").is_visible()
+    assert not page.locator("#figure-model_flops_utilization").is_visible()
 
 
 def test_mouse_and_keyboard_reach_curves_and_rounds(tmp_path: Path, opened: Open) -> None:

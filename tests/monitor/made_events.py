@@ -16,6 +16,7 @@ def step(number: int, loss: float = 1.0, **given: Any) -> events.StepFinished:
         "gradient_norm": 2.0,
         "tokens": number,
         "step_s": 0.5,
+        "tokens_per_s": 16.0,
         "sent_bytes": 1000 * number,
         "received_bytes": 0,
         "compute_utilization": 0.75,

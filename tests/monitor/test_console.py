@@ -50,7 +50,13 @@ def story() -> Iterator[tuple[float, events.Event]]:
 
 
 def told(number: int, loss: float = 3.0, **fields: object) -> events.StepFinished:
-    usual = {"learning_rate": 4e-4, "tokens": 2048 * number, "sent_bytes": 600_000 * number, "epoch": 1 + number // 9}
+    usual = {
+        "learning_rate": 4e-4,
+        "tokens": 2048 * number,
+        "sent_bytes": 600_000 * number,
+        "tokens_per_s": 4096.0,
+        "epoch": 1 + number // 9,
+    }
     return step(number, loss, **{**usual, "compute_utilization": 0.991, **fields})
 
 
@@ -193,7 +199,7 @@ def test_the_live_display_half_way() -> None:
     assert picture(stream.getvalue()) == [
         "15/20   75 %    3.3s left  " + "\u2501" * 39 + "\u2578",
         "loss 2.6000 (perplexity 13.46)  held-out 2.5000 (best 2.5000)  epoch 2",
-        "4.1K tokens/s  99.1 % compute  rounds 0, void 1  9.0 MB sent  lr 4.0e-04",
+        "4.1K tokens/s  9.0 MB sent  99.1 % compute  rounds 0, void 1  lr 4.0e-04",
     ]
     kept = stream.getvalue()
     for words in ("round void: " + REASON, "checkpoint runs/heron/step-8", "perplexity 12.18", "  rounds  2 fragments"):

@@ -65,10 +65,12 @@ def test_the_speed_counts_training_and_the_time_left_everything() -> None:
     progress = RunProgress()
     progress.take(started(total_steps=7), 0.0)
     for number, now_s in ((1, 10.0), (2, 11.0), (3, 14.0)):  # with a pause of two seconds
-        progress.take(step(number, tokens=50 * number, step_s=1.0, model_flops_utilization=0.1 * number), now_s)
-        assert (progress.tokens_per_s is None) == (progress.left_s is None) == (number == 1)
-    assert (progress.tokens_per_s, progress.left_s) == (50.0, 8.0)
-    assert progress.utilization == pytest.approx(0.2)
+        took = step(number, step_s=number, tokens_per_s=100 / number, model_flops_utilization=0.1 * number)
+        progress.take(took, now_s)
+        assert (progress.recent("tokens_per_s") is None) == (progress.left_s is None) == (number == 1)
+    assert (progress.recent("tokens_per_s"), progress.left_s) == (200 / 5, 8.0)
+    assert progress.recent("model_flops_utilization") == pytest.approx((2 * 0.2 + 3 * 0.3) / 5), "by their time"
+    assert progress.recent("sent_bytes") == 3000
 
 
 def test_the_time_left_knows_that_steps_after_the_shared_start_exchange_no_gradients() -> None:

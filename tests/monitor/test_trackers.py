@@ -49,25 +49,29 @@ def test_tensorboard_shows_what_was_measured(tmp_path: Path) -> None:
         events.RunFinished(step=2, summary={}),
     )
     assert curves(tmp_path) == {
-        "loss/train(nats)": [(1, 4.0), (2, 2.0)],
-        "time/step(s)": [(1, 0.5), (2, 1.0)],
-        "time/throughput(tokens per s)": [(2, 1.0)],
-        "time/model_flops_utilization(%)": [(1, 75.0)],
-        "time/compute_utilization(%)": [(1, 75.0), (2, 75.0)],
-        "transport/sent(bytes)": [(1, 1000.0), (2, 2000.0)],
-        "transport/wait(s)": [(1, 0.25)],
-        "fragment 1/gain": [(1, 0.5)],
-        "optimizer/learning_rate": [(1, 0.25), (2, 0.25)],
-        "optimizer/gradient_norm": [(1, 2.0), (2, 2.0)],
-        "loss/heldout(nats)": [(1, 3.5)],
+        "loss": [(1, 4.0), (2, 2.0)],
+        "learning_rate": [(1, 0.25), (2, 0.25)],
+        "gradient_norm": [(1, 2.0), (2, 2.0)],
+        "tokens": [(1, 1.0), (2, 2.0)],
+        "step_s": [(1, 0.5), (2, 1.0)],
+        "tokens_per_s": [(1, 16.0), (2, 16.0)],
+        "model_flops_utilization": [(1, 0.75)],
+        "compute_utilization": [(1, 0.75), (2, 0.75)],
+        "sent_bytes": [(1, 1000.0), (2, 2000.0)],
+        "received_bytes": [(1, 0.0), (2, 0.0)],
+        "wait_s/fragment 1": [(1, 0.25)],
+        "gain/fragment 1": [(1, 0.5)],
+        "heldout_loss": [(1, 3.5)],
+        "perplexity": [(1, pytest.approx(12.18))],
+        "bits_per_byte": [(1, pytest.approx(3.6067))],
     }
 
 
 def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     track(tracker("tensorboard", tmp_path), started(0), step(1), step(2), step(3, loss=9.0), evaluated(3, 9.0))
     track(tracker("tensorboard", tmp_path), started(2), step(3, loss=5.0), evaluated(3, 5.0))
-    assert curves(tmp_path)["loss/train(nats)"] == [(1, 1.0), (2, 1.0), (3, 5.0)]
-    assert curves(tmp_path)["loss/heldout(nats)"] == [(3, 5.0)]
+    assert curves(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 5.0)]
+    assert curves(tmp_path)["heldout_loss"] == [(3, 5.0)]
 
 
 class Wandb:
@@ -117,7 +121,7 @@ def test_wandb_gets_one_run_with_its_continuation(tmp_path: Path, monkeypatch: p
     assert first["id"] == second["id"]
     assert first["project"] == "mine"
     assert (first["name"], first["group"], first["config"]) == ("run-replica-1", "run", {"data": {"paths": ["a"]}})
-    losses = [(step, values.get("loss/train(nats)"), values.get("loss/heldout(nats)")) for step, values in wandb.logged]
+    losses = [(step, values.get("loss"), values.get("heldout_loss")) for step, values in wandb.logged]
     assert losses == [(1, 1.0, None), (1, None, 3.5)]
     assert wandb.updates[:2] == [{"facts": {"a": "b"}}, {"heldout_loss": 3.5}]
     assert wandb.exits == [0, 1]  # the second has not finished

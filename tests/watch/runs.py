@@ -32,7 +32,7 @@ def shown(*followed: FollowedFolder | FollowedSwarm | Path, now_s: float = NOW_S
     return list(page["runs"])
 
 
-def curve(run: dict[str, Any], name: str, process: str = "", kind: str = "steps") -> list[list[float | None]]:
+def curve(run: dict[str, Any], name: str, process: str = "", kind: str = "StepFinished") -> list[list[float | None]]:
     """Return (step, value) of a curve."""
     line = run["lines"][process][kind]
     column = line["columns"].index(name)

@@ -76,7 +76,7 @@ def test_peer_with_the_number_of_another_has_its_own_row() -> None:
             [row.get(name) for name in ("peer", "step", "digest", "counted")] for row in run["peers"] if row["peer"]
         ]
         assert rows == [["Qm0", 5, "agrees", None], ["QmLiar", 2**40, None, None]]
-        assert run["lines"]["replica 0"]["heldout"]["rows"] == []
+        assert run["lines"]["replica 0"]["Evaluated"]["rows"] == []
         assert set(run["lines"]) == {"replica 0", "replica 0 (QmLiar)"}
 
 
@@ -127,7 +127,7 @@ def test_events_are_asked_for_once_and_again_after_a_restart() -> None:
         status = recent.since(swarm.since.get("Qm7", 0))
         assert "/home" not in str(status)
         swarm.take([report(7, **status)], NOW_S)
-    assert [row[0] for row in shown(swarm)[0]["lines"]["replica 7"]["steps"]["rows"]] == [1, 2]
+    assert [row[0] for row in shown(swarm)[0]["lines"]["replica 7"]["StepFinished"]["rows"]] == [1, 2]
     swarm.take([report(7, next_event=1)], NOW_S)
     assert swarm.since == {"Qm7": 0}
 

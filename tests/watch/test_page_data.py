@@ -29,8 +29,8 @@ def test_header(tmp_path: Path) -> None:
     steps = [step(number, tokens=8 * number) for number in range(1, 11)]
     header = shown(write(tmp_path, [begin, *steps, evaluated(10, 2.5), committed(0, 0, 0)]))[0]["header"]
     expected = {"state": "running", "step": 10, "total_steps": 100, "tokens": 80, "tokens_per_s": 16, "left_s": 45,
-                "heldout_loss": 2.5, "best_heldout_loss": 2.5, "data_parallel_bytes": 1_000_000, "merged": 1, "void": 0,
-                "mfu": None, "sent_bytes": 10_000}  # fmt: skip
+                "heldout_loss": 2.5, "best_heldout_loss": 2.5, "data_parallel_bytes": 1_000_000, "rounds_committed": 1,
+                "rounds_void": 0, "model_flops_utilization": None, "sent_bytes": 10_000}  # fmt: skip
     assert {name: header[name] for name in expected} == expected
     summary = {"sent_bytes_per_replica": 5, "data_parallel_bytes_per_replica": 50}
     write(tmp_path, [events.RunFinished(step=10, summary=summary)])
@@ -62,7 +62,7 @@ def test_state_of_a_round(tmp_path: Path, told: list[Event], state: str, contrib
     run = run_of(tmp_path, *told)
     cell = run["grid"]["cells"]["0:0"]
     assert (cell["state"], cell["contributors"]) == (state, contributors)
-    assert (run["header"]["merged"], run["header"]["void"]) == counts
+    assert (run["header"]["rounds_committed"], run["header"]["rounds_void"]) == counts
 
 
 def test_participation_of_each_replica(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_replica_that_goes_back_leaves_the_others_as_they_were(tmp_path: Path) -
     write(tmp_path, [started(2), step(3), sent(0, 0, 3, step=3)])
     run = shown(followed)[0]
     assert sorted(run["grid"]["cells"]) == ["0:1", "0:2", "0:3"]
-    assert run["header"]["merged"] == 3
+    assert run["header"]["rounds_committed"] == 3
 
 
 def test_folder_that_is_used_for_another_run(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_newest_figures_of_own_data_that_any_process_has_of_each_replica(tmp
     write(tmp_path, [started(num_replicas=3), evaluated(8, 2.0, sites=first)])
     write(tmp_path / "replica-1", [evaluated(8, 4.0, sites=second)])
     (run,) = shown(tmp_path)
-    figures = [[row.get(name) for name in ("heldout_loss", "tokens", "passes")] for row in run["peers"]]
+    figures = [[row.get(name) for name in ("replica_loss", "replica_tokens", "replica_passes")] for row in run["peers"]]
     assert figures == [[2.0, 300, 0.5], [4.0, 100, 7.5], [None] * 3]
     assert run["header"]["sites_loss"] == 2.5
 
@@ -197,22 +197,22 @@ def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
 def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_reports_it(tmp_path: Path) -> None:
     rounds = [committed(m, p, k, mean_norm=float(10 * k + p)) for k in range(3) for p in (0, 1) for m in (0, 1)]
     run = run_of(tmp_path, *rounds)
-    assert [value for _, value in curve(run, "mean_norm", kind="outer")] == [0.0, 0.5, 5.5, 10.5, 15.5, 20.5]
-    assert {value for _, value in curve(run, "spread", kind="outer")} == {None}
+    assert [value for _, value in curve(run, "mean_norm", kind="RoundCommitted")] == [0.0, 0.5, 5.5, 10.5, 15.5, 20.5]
+    assert {value for _, value in curve(run, "spread", kind="RoundCommitted")} == {None}
 
 
 def test_rounds_and_the_best_loss_of_a_run_that_goes_on_in_another_folder_count(tmp_path: Path) -> None:
     begin = started(100, rounds_committed=40, rounds_void=2, best_heldout_loss=1.5)
     header = shown(write(tmp_path, [begin, step(101), committed(0, 0, 10, step=110), evaluated(110, 2.0)]))[0]["header"]
-    assert (header["merged"], header["void"], header["best_heldout_loss"]) == (41, 2, 1.5)
+    assert (header["rounds_committed"], header["rounds_void"], header["best_heldout_loss"]) == (41, 2, 1.5)
 
 
 def test_rounds_count_once_if_a_run_goes_back_further_than_the_grid_reaches(tmp_path: Path) -> None:
     before = [committed(0, 0, number, step=number + 1) for number in range(200)]
     followed = FollowedFolder(write(tmp_path, [started(), *before]))
-    assert shown(followed)[0]["header"]["merged"] == 200
+    assert shown(followed)[0]["header"]["rounds_committed"] == 200
     write(tmp_path, [started(100, rounds_committed=100), committed(0, 0, 100, step=101)])
-    assert shown(followed)[0]["header"]["merged"] == 101
+    assert shown(followed)[0]["header"]["rounds_committed"] == 101
 
 
 def test_folder_of_a_machine_that_has_only_some_replicas(tmp_path: Path) -> None:

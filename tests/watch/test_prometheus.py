@@ -3,17 +3,20 @@
 import http.client
 import json
 import os
+import re
+import runpy
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
 from diloco import events
 from diloco.errors import ConfigurationError
-from diloco.events import Site
+from diloco.events import PeerTraffic, Site
 from diloco.monitor import Sinks
 from diloco.waiting import waiting_for
 from diloco.watch import PrometheusSink
@@ -40,7 +43,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
 
 
 def values(text: str) -> dict[str, float]:
-    """Return what was exported, such as ``diloco_rounds_total{outcome="void"}`` -> 1."""
+    """Return what was exported, such as ``diloco_rounds_void_total`` -> 1."""
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
@@ -57,7 +60,7 @@ def tell(sink: PrometheusSink | Sinks) -> None:
         started(rounds_committed=10, rounds_void=2),
         step(1, tokens=100, received_bytes=7, model_flops_utilization=0.5),
         sent(0, 0, 1, digest="d"),
-        committed(0, 0, 1, late_s=(0.0, 0.25), wait_s=1.5, peers={"1": (300, 200, 0.05)}),
+        committed(0, 0, 1, late_s=(0.0, 0.25), wait_s=1.5, gain=0.75, peers={"1": PeerTraffic(300, 200, 0.05)}),
         void(0, 0, 2),
         evaluated(1, 2.5, sites={"0": Site(1, 2.0, 300, 0.5), "1": Site(1, 4.0, 100, 7.5)}, sites_loss=2.5),
         events.CheckpointSaved(step=1, path="p", size_bytes=9, save_s=1.0, free_bytes=5),
@@ -72,32 +75,36 @@ def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
     found = reached(port, "diloco_step", 2)
     expected = {
         "tokens_total": 200,
-        "heldout_loss_nats": 2.5,
-        "own_data_loss_nats": 2.5,
-        'replica_heldout_loss_nats{replica="1"}': 4.0,
+        "heldout_loss": 2.5,
+        "sites_loss": 2.5,
+        'replica_loss{replica="1"}': 4.0,
         'replica_tokens{replica="0"}': 300,
         'replica_passes{replica="1"}': 7.5,
-        "tokens_per_second": 200,
-        "compute_utilization_ratio": 0.75,
-        'payload_bytes_total{direction="sent"}': 2000,
-        'peer_bytes_total{direction="sent",peer="1"}': 300,
-        'peer_bytes_total{direction="received",peer="1"}': 200,
-        'peer_round_trip_seconds{peer="1"}': 0.05,
-        'peer_late_seconds{peer="1"}': 0.25,
-        'rounds_total{outcome="committed"}': 1,
-        'rounds_total{outcome="void"}': 1,
-        'run_rounds{outcome="committed"}': 11,
-        'run_rounds{outcome="void"}': 3,
-        "wait_seconds_total": 1.5,
+        "tokens_per_s": 16,
+        "compute_utilization": 0.75,
+        "model_flops_utilization": 0.5,
+        "sent_bytes_total": 2000,
+        "run_sent_bytes": 2000,
+        'gain{fragment="0"}': 0.75,
+        'peer_sent_bytes_total{peer="1"}': 300,
+        'peer_received_bytes_total{peer="1"}': 200,
+        'peer_round_trip_s{peer="1"}': 0.05,
+        'peer_late_s{peer="1"}': 0.25,
+        "rounds_committed_total": 1,
+        "rounds_void_total": 1,
+        "run_rounds_committed": 11,
+        "run_rounds_void": 3,
+        'wait_s_total{fragment="0"}': 1.5,
         "view_replicas": 2,
         "checkpoint_step": 1,
+        "checkpoint_free_bytes": 5,
         'alerts{kind="not finite",level="error"}': 1,
         'alerts{kind="disk",level="error"}': 1,
         'state{state="training"}': 1,
     }
     assert {name: found.get(f"diloco_{name}") for name in expected} == expected
-    assert found["diloco_train_loss_nats"] != found["diloco_train_loss_nats"], "NaN"
-    assert abs(time.time() - found["diloco_checkpoint_timestamp_seconds"]) < 600
+    assert found["diloco_loss"] != found["diloco_loss"], "NaN"
+    assert abs(time.time() - found["diloco_checkpoint_timestamp_s"]) < 600
 
 
 def test_a_run_that_resumes_counts_no_work_again() -> None:
@@ -107,7 +114,7 @@ def test_a_run_that_resumes_counts_no_work_again() -> None:
         sink.handle(started(step=110, **before))
         while (found := values(sink.metrics().decode())).get("diloco_run_tokens") != 28160:
             pass
-        first = {name: value for name, value in found.items() if "_total" in name}
+        first = {name: value for name, value in found.items() if name.endswith("_total")}
         sink.handle(void(0, 0, 111))
         sink.handle(step(111, tokens=28416, sent_bytes=365500, received_bytes=9))
         sink.made = -1.0, b""
@@ -119,11 +126,11 @@ def test_a_run_that_resumes_counts_no_work_again() -> None:
             sink.made = -1.0, b""
     assert {*first.values()} == {0.0}
     assert found["diloco_tokens_total"] == 256
-    assert found['diloco_payload_bytes_total{direction="sent"}'] == 136
-    assert found['diloco_payload_bytes_total{direction="received"}'] == 0
-    assert found['diloco_rounds_total{outcome="void"}'] == 1
-    assert all(last[name] >= value for name, value in found.items() if "_total" in name), "a counter never falls"
-    assert found['diloco_run_rounds{outcome="committed"}'] == 100
+    assert found["diloco_sent_bytes_total"] == 136
+    assert found["diloco_received_bytes_total"] == 0
+    assert found["diloco_rounds_void_total"] == 1
+    assert all(last[name] >= value for name, value in found.items() if name.endswith("_total")), "a counter never falls"
+    assert found["diloco_run_rounds_committed"] == 100
 
 
 def test_a_name_that_is_not_utf8_and_the_waits_of_several_replicas() -> None:
@@ -134,7 +141,7 @@ def test_a_name_that_is_not_utf8_and_the_waits_of_several_replicas() -> None:
         while values(sink.metrics().decode())["diloco_step"] < 1:
             pass
         found = values(sink.metrics().decode())
-    assert found["diloco_wait_seconds_total"] == 1.5
+    assert found['diloco_wait_s_total{fragment="0"}'] == 1.5
     assert any(r"run\\udcff" in name for name in found)
 
 
@@ -231,3 +238,15 @@ def test_a_fault_of_the_metrics_ends_them_and_not_the_run(
     while sinks.sinks:
         tell(sinks)
     assert "the metrics failed at step" in capsys.readouterr().err
+
+
+def test_the_dashboard_has_a_panel_of_each_metric_and_draws_only_what_is_exported(
+    sink: PrometheusSink, port: int
+) -> None:
+    exported = {*re.findall(r"^# TYPE (\S+)", ask(port, "/metrics")[1], re.MULTILINE)}
+    folder = Path(__file__).parents[2] / "launch" / "grafana"
+    made = runpy.run_path(str(folder / "dashboard.py"))["dashboard"]()
+    assert json.loads((folder / "dashboard.json").read_text()) == made, "run python launch/grafana/dashboard.py"
+    drawn = {name for panel in made["panels"] for name in re.findall(r"diloco_\w+", panel["targets"][0]["expr"])}
+    assert drawn <= exported
+    assert {name for name in events.METRICS if not drawn & {f"diloco_{name}", f"diloco_{name}_total"}} == set()

@@ -15,6 +15,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from diloco import events
+from diloco.events import METRICS
+from diloco.metrics import Metric, metrics_of
 from diloco.monitor.progress import RunProgress, counted
 from diloco.terminal import plain, show_visibly
 from diloco.units import (
@@ -115,9 +117,11 @@ class PlainConsole(_Console):
         self._stream.flush()
 
     def _heads(self) -> None:
-        used = "    MFU" if self._progress.peak_known else ""
-        step = "step".rjust(len(_done(0, self._progress)))
-        self._print(f"{step}     loss perplexity epoch tokens/s{used}     sent compute   left")
+        titles = ["step".rjust(len(_done(0, self._progress))) + " "]
+        for field, metric in _columns(self._progress):
+            titles.append(metric.column.rjust(metric.width))
+            titles += ["perplexity", "epoch"] if field == "loss" else []
+        self._print(" ".join([*titles, "  left"]))
 
     def _row(self) -> None:
         """Write the row of the last step, unless it has been written."""
@@ -128,11 +132,12 @@ class PlainConsole(_Console):
         if self._rows and self._rows % _HEADER_EVERY == 0:
             self._heads()
         self._rows += 1
-        loss = f"{progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} {last.epoch:5}"
-        used = f" {_known(_percent, progress.utilization):>6}" if progress.peak_known else ""
-        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used} {format_bytes(last.sent_bytes):>8}"
-        compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
-        self._print(f"{_done(last.step, progress)}  {loss} {speed} {compute:>7} {left:>6}")
+        cells = [_done(last.step, progress) + " "]
+        for field, metric in _columns(progress):
+            cells.append(metric.show(progress.recent(field)).rjust(metric.width))
+            if field == "loss":
+                cells += [f"{format_perplexity(perplexity(progress.loss)):>10}", f"{last.epoch:5}"]
+        self._print(" ".join([*cells, f"{_known(format_duration, progress.left_s):>6}"]))
 
 
 class JsonConsole:
@@ -239,13 +244,11 @@ class LiveConsole(_Console):
         if last is not None and loss is not None:
             lowest = "" if best is None else f" (best {best:.4f})"
             tried = "" if heldout is None else f"held-out {heldout:.4f}{lowest}  "
-            used = f", MFU {_known(_percent, progress.utilization)}" if progress.peak_known else ""
             exp_loss = format_perplexity(perplexity(loss))
             yield Segment(f"\nloss {loss:.4f} (perplexity {exp_loss})  {tried}epoch {last.epoch}"[: width + 1])
-            rounds = f"rounds {progress.committed}, void {progress.void}  {format_bytes(last.sent_bytes)} sent"
-            speed = f"{_known(format_count, progress.tokens_per_s)} tokens/s{used}"
-            speed += f"  {_percent(last.compute_utilization)} compute"
-            yield Segment(f"\n{speed}  {rounds}  lr {last.learning_rate:.1e}"[: width + 1])
+            rounds = f"rounds {progress.committed}, void {progress.void}"
+            figures = [f"{metric.show(progress.recent(field))} {metric.column}" for field, metric in _columns(progress)]
+            yield Segment(f"\n{'  '.join(figures[1:])}  {rounds}  lr {last.learning_rate:.1e}"[: width + 1])
         yield Segment.line()
 
 
@@ -258,8 +261,10 @@ def _known(form: Callable[[float], str], value: float | None) -> str:
     return "-" if value is None else form(value)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+def _columns(progress: RunProgress) -> list[tuple[str, Metric]]:
+    """Return field and metric of the columns about steps. That of the device's use needs its peak, if that is known."""
+    columns = [(field, metric) for field, metric in metrics_of(events.StepFinished).items() if metric.column]
+    return [each for each in columns if progress.peak_known or each[0] != "model_flops_utilization"]
 
 
 def _title(event: events.RunStarted) -> str:
@@ -280,6 +285,7 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
     if 0 < start < steps:
         later = (sent or 0) - known.get("shared_start_sent_bytes_per_replica", 0)
         known["after start"] = _sent(later, baseline * (steps - start) / steps)
+    share = METRICS["compute_utilization"].show
     forms: dict[str, dict[str, Callable[[Any], str]]] = {  # name of a row -> key -> its text
         "held-out loss": {
             "heldout_loss": "{:.4f} nats per token".format,
@@ -295,12 +301,12 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
             "tokens": lambda value: f"{format_count(value)} tokens",
             "wall_s": lambda value: f"in {format_duration(value)}",
             "tokens_per_s": lambda value: f"{format_count(value)} tokens/s",
-            "model_flops_utilization": lambda value: f"MFU {_percent(value)}",
+            "model_flops_utilization": lambda value: f"MFU {share(value)}",
         },
         "this replica": {"here": str},
         "sent": {"sent": str},
         "after start": {"after start": str},
-        "utilisation": {"compute_utilization": lambda value: f"{_percent(value)} compute"},
+        "utilisation": {"compute_utilization": lambda value: f"{share(value)} compute"},
         "rounds": {"rounds_committed": "{} committed".format, "rounds_void": "{} void".format},
         "digest": {"global_params_digest": str},
         "run folder": {"out": str},

@@ -5,9 +5,11 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
 from diloco import events
 from diloco.membership import names_of
+from diloco.metrics import metrics_of
 from diloco.units import columns, format_bytes, format_count, format_duration, format_perplexity
 
 _WINDOW = 100  # steps over which the speed is measured
@@ -115,21 +117,21 @@ class RunProgress:
         last = losses[-1] if losses else None
         return last if last is None or not math.isfinite(last) else statistics.fmean(filter(math.isfinite, losses))
 
-    @property
-    def utilization(self) -> float | None:
-        """The mean fraction of the device's peak that the model used in the last steps; None if it is unknown."""
-        known = [used for _, step in self._window if (used := step.model_flops_utilization) is not None]
-        return statistics.fmean(known) if known else None
+    def recent(self, field: str) -> float | None:
+        """Return a metric of `StepFinished` as a display shows it; None if it is unknown.
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second of the last steps, without evaluations and checkpoints; None before the second step.
-
-        The first step of a run does not count, as it includes compilation and cold caches.
+        The loss is `loss`. Of a rate it is the mean over the last steps by their time, without the first of the run,
+        which includes compilation and cold caches; of others the last value.
         """
-        steps = [step for _, step in self._window]
-        spent_s = sum(step.step_s for step in steps[1:])
-        return ((steps[-1].tokens or 0) - (steps[0].tokens or 0)) / spent_s if spent_s else None
+        if field == "loss":
+            return self.loss
+        if metrics_of(events.StepFinished)[field].kind != "rate":
+            return getattr(self.last, field, None)
+        total, spent_s = 0.0, 0.0
+        for _, step in islice(self._window, 1, None):
+            if (value := getattr(step, field)) is not None:
+                total, spent_s = total + value * step.step_s, spent_s + step.step_s
+        return total / spent_s if spent_s else None
 
     @property
     def left_s(self) -> float | None:

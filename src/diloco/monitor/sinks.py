@@ -88,45 +88,25 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
     return records if event is None else [record for record in records if record["event"] == event]
 
 
-class _Tracker:
-    """The curves of a run: names with units, and a value for each event that has one."""
+class _Curves:
+    """The curves of a run for a tracker: a value of each metric that an event has."""
 
-    _tokens: int | None = None  # before the next step; None if unknown
-    _round = (-1, -1)  # the last one, which several replicas of a process report
+    def __init__(self) -> None:
+        self._measurements = events.Measurements()
 
-    def _values(self, event: events.Event) -> dict[str, float]:
-        """Return name -> value of the curves that ``event`` continues, at its step."""
-        values: dict[str, float | None] = {}
-        match event:
-            case events.RunStarted():
-                self._tokens = None
-            case events.StepFinished():
-                used, before, self._tokens = event.model_flops_utilization, self._tokens, event.tokens
-                trained = None if before is None or self._tokens is None else self._tokens - before
-                values = {
-                    "loss/train(nats)": event.loss,
-                    "time/step(s)": event.step_s,
-                    "time/throughput(tokens per s)": None if trained is None else trained / max(1e-9, event.step_s),
-                    "time/compute_utilization(%)": 100 * event.compute_utilization,
-                    "time/model_flops_utilization(%)": None if used is None else 100 * used,
-                    "transport/sent(bytes)": event.sent_bytes,
-                    "optimizer/learning_rate": event.learning_rate,
-                    "optimizer/gradient_norm": event.gradient_norm,
-                }
-            case events.RoundCommitted() if (event.fragment, event.outer_step) != self._round:
-                self._round = event.fragment, event.outer_step
-                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in events.TELEMETRY}
-                values["transport/wait(s)"] = event.wait_s
-            case events.Evaluated():
-                values = {
-                    "loss/heldout(nats)": event.heldout_loss,
-                    "loss/heldout_local(nats)": event.local_loss,
-                    "loss/heldout_sites(nats)": event.sites_loss,
-                }
-        return {name: value for name, value in values.items() if value is not None}
+    def values(self, event: events.Event) -> dict[str, float]:
+        """Return name -> value of the curves that ``event`` continues, at its step.
+
+        There is none for each peer, which would be many: Prometheus has them.
+        """
+        values = {}
+        for metric, value, label, which in self._measurements.of(event):
+            if label != "peer":
+                values[f"{metric.name}/{label} {which}" if label else metric.name] = value
+        return values
 
 
-class TensorBoardSink(_Tracker):
+class TensorBoardSink:
     """Writes curves, and samples as text, to ``folder``/tensorboard.
 
     `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
@@ -138,11 +118,11 @@ class TensorBoardSink(_Tracker):
             from torch.utils.tensorboard import SummaryWriter
         self._make_writer = SummaryWriter
         self._writer: Any = None
-        self._folder = folder / "tensorboard"
+        self._folder, self._curves = folder / "tensorboard", _Curves()
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``. TensorBoard's own thread writes the file."""
-        values = self._values(event)
+        values = self._curves.values(event)
         match event:
             case events.RunStarted():
                 self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
@@ -161,7 +141,7 @@ class TensorBoardSink(_Tracker):
             self._writer.close()
 
 
-class WandbSink(_Tracker):
+class WandbSink:
     """Sends curves, samples, the summary and the settings to Weights & Biases, whose own variables configure it:
     ``WANDB_MODE``, ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``.
 
@@ -185,7 +165,7 @@ class WandbSink(_Tracker):
             raise ConfigurationError(
                 "monitor.sinks='wandb' needs an API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
             )
-        self._wandb = wandb
+        self._wandb, self._curves = wandb, _Curves()
         self._exit_code = 1  # until `RunFinished` arrives
         path = folder / "wandb" / "id"
         identifier = (path.read_text("utf-8").strip() if path.exists() else "") or secrets.token_hex(6)
@@ -210,13 +190,11 @@ class WandbSink(_Tracker):
 
     def handle(self, event: events.Event) -> None:
         """Pass ``event`` to wandb's own process, which sends it."""
-        values: dict[str, Any] = dict(self._values(event))
+        values: dict[str, Any] = dict(self._curves.values(event))
         match event:
             case events.RunStarted():
                 # the details have addresses of all replicas
                 self._run.config.update({"facts": dict(event.facts)}, allow_val_change=True)
-            case events.Evaluated():
-                values |= {"loss/heldout(perplexity)": event.perplexity, "loss/heldout(bits/byte)": event.bits_per_byte}
             case events.SampleGenerated():
                 row = [event.step, event.prompt, event.text]
                 values["sample"] = self._wandb.Table(["step", "prompt", "text"], [row])

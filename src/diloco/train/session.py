@@ -162,6 +162,10 @@ class Session:
             gradient_norm=sum(done.gradient_norm for done in self._inner) / len(self._inner),
             tokens=self.tokens,
             step_s=step_s,
+            tokens_per_s=members
+            * self.settings.train.batch_size
+            * self.settings.train.sequence_length
+            / max(1e-9, step_s),
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
             compute_utilization=self.compute_utilization(),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from diloco.algorithm import Contribution
 from diloco.errors import DiLoCoError, TransportError
-from diloco.events import Site
+from diloco.events import PeerTraffic, Site
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport.virtual_network import VirtualNetwork
@@ -144,7 +144,7 @@ class Transport(abc.ABC):
         """Return the ranks of torch.distributed that train this replica together; none: not known."""
         return ()
 
-    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+    def traffic_by_peer(self) -> Mapping[str, PeerTraffic]:
         """Return what `RoundCommitted.peers` says; nothing if this transport does not count it."""
         return {}
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from diloco import errors
 from diloco.algorithm import Contribution
 from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
-from diloco.events import Site
+from diloco.events import PeerTraffic, Site
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
@@ -327,7 +327,7 @@ class LeaderTransport(Transport):
         group = self.group.process_group
         return () if group is None else dist.get_process_group_ranks(group)
 
-    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+    def traffic_by_peer(self) -> Mapping[str, PeerTraffic]:
         return self.transport.traffic_by_peer() if self.transport is not None else {}
 
     def announce_site(self, site: Site) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diloco.errors import ConfigurationError
-from diloco.events import SCHEMA_VERSION, TELEMETRY, Event
+from diloco.events import METRICS, SCHEMA_VERSION, Event
 from diloco.transport import PeerReport, Status, absences
 from diloco.waiting import described
 from diloco.watch.history import Record, RunHistory, Seen
@@ -29,7 +29,7 @@ _MAX_INT = 2**53  # JavaScript represents integers exactly up to here
 _MAX_PIECE = 1 << 19  # bytes that are read of a file between two updates of the page
 _MAX_RECORD = 1 << 17  # bytes of JSON
 _MARK = 256  # bytes before the position in a file, by which it is known again
-_MAY_DIVERGE = {"loss", "gradient_norm", "heldout_loss", "perplexity", "bits_per_byte", *TELEMETRY}
+_MAY_DIVERGE = {metric.name for metric in METRICS.values() if metric.of_model}
 _KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco import events
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.metrics import Metric, metrics_of
 from diloco.transport import PeerReport
 
 OUTER_STEPS = 64  # the number of newest outer steps that are kept per fragment
@@ -162,15 +163,20 @@ class Grid:
 
 _MAX_REPLICAS = 1_024
 _RECENT = 101  # steps
-_BANDS = ("loss", "gradient_norm")
-_MEANS = ("learning_rate", "mfu", "compute", "sent_bytes", "tokens_per_s")
+CURVED: Sequence[type[events.Event]] = (
+    events.StepFinished,
+    events.Evaluated,
+    events.RoundCommitted,
+    events.CheckpointSaved,
+)
+"""The events whose metrics have curves."""
 
 
 Record = tuple[events.Event, float | None]
 """An event, and when it was written in seconds since 1970 by the clock of its process; None if unknown."""
 
 _Bucket = tuple[int, Sequence[float], list[tuple[float, int, float, float]]]
-"""The number of points, the place of the last one, and the sum, number, minimum and maximum of each finite value."""
+"""The number of points, where the last one is, and the sum, number, minimum and maximum of each finite value."""
 
 
 def _merged(first: _Bucket, second: _Bucket) -> _Bucket:
@@ -180,40 +186,50 @@ def _merged(first: _Bucket, second: _Bucket) -> _Bucket:
 
 
 class Series:
-    """A curve of points in at most ``max_buckets`` buckets with equal numbers of points.
+    """Curves of ``metrics`` over the same points, in at most ``max_buckets`` buckets with equal numbers of points.
 
+    A bucket has the mean of each metric's values, of one that is `Metric.of_model` also the minimum and the maximum.
     When all buckets are full, neighbouring ones are merged in pairs, which halves the resolution.
 
     Args:
-        bands: the names of values of which a bucket has the mean, the minimum and the maximum.
-        means: the names of values of which it has only the mean.
         max_buckets: an even number.
 
-    >>> losses = Series(bands=["loss"], max_buckets=2)
+    >>> losses = Series({"loss": Metric("Loss", of_model=True, name="loss")}, max_buckets=2)
     >>> for step, loss in enumerate([4.0, 2.0, float("nan"), 9.0, 1.0]):
-    ...     losses.add([step, 8 * step, 0.5 * step], [loss])
+    ...     losses.add([step, 8 * step, 0.5 * step], {"loss": loss})
     >>> losses.columns[3:], losses.rows()
     (['loss', 'loss_low', 'loss_high'], [[3, 24, 1.5, 5.0, 2.0, 9.0], [4, 32, 2.0, 1.0, 1.0, 1.0]])
+    >>> losses.column("loss_low"), losses.last("loss_low")
+    ([2.0, 1.0], 1.0)
     """
 
-    def __init__(self, bands: Sequence[str] = (), means: Sequence[str] = (), max_buckets: int = 512) -> None:
-        banded = (f"{name}{end}" for name in bands for end in ("", "_low", "_high"))
-        self.columns = ["step", "tokens", "time_s", *banded, *means]
+    def __init__(self, metrics: Mapping[str, Metric], max_buckets: int = 512) -> None:
+        self.columns = ["step", "tokens", "time_s"]
+        for metric in metrics.values():
+            self.columns.append(metric.name)
+            if metric.of_model:
+                self.columns += [f"{metric.name}_low", f"{metric.name}_high"]
         self.stride = 1  # the number of points in a full bucket
-        self._num_bands, self._max_buckets = len(bands), max_buckets
+        self._metrics, self._max_buckets = metrics, max_buckets
         self._buckets: list[_Bucket] = []
 
-    def add(self, place: Sequence[float], values: Sequence[float | None]) -> None:
-        """Add a point at (step, tokens, time) with the values of ``bands`` and ``means``, None where unknown."""
-        known = [value if value is not None and math.isfinite(value) else None for value in values]
-        point = 1, place, [(0.0, 0, math.inf, -math.inf) if v is None else (v, 1, v, v) for v in known]
+    def add(self, point: Sequence[float], values: Mapping[str, float | None]) -> None:
+        """Add the values of the metrics, by field, at a point: step, tokens, time. None and NaN are unknown."""
+        known = []
+        for field_name in self._metrics:
+            value = values.get(field_name)
+            if value is None or not math.isfinite(value):
+                known.append((0.0, 0, math.inf, -math.inf))
+            else:
+                known.append((value, 1, value, value))
+        bucket = 1, point, known
         if self._buckets and self._buckets[-1][0] < self.stride:
-            self._buckets[-1] = _merged(self._buckets[-1], point)
+            self._buckets[-1] = _merged(self._buckets[-1], bucket)
             return
         if len(self._buckets) == self._max_buckets:
             self._buckets = [*map(_merged, self._buckets[::2], self._buckets[1::2])]
             self.stride *= 2
-        self._buckets.append(point)
+        self._buckets.append(bucket)
 
     def cut(self, step: int) -> None:
         """Remove the buckets that have a point after ``step``."""
@@ -221,14 +237,33 @@ class Series:
 
     def rows(self) -> list[list[float | None]]:
         """Return one list per bucket, in the order of `columns`; None stands for a bucket without finite values."""
-        rows: list[list[float | None]] = []
-        for _, place, values in self._buckets:
-            row: list[float | None] = [round(each, 3) for each in place]
-            for index, (total, number, low, high) in enumerate(values):
-                parts = [float(f"{part:.6g}") for part in (total / number, low, high)] if number else [None] * 3
-                row += parts[: 3 if index < self._num_bands else 1]
-            rows.append(row)
-        return rows
+        return [self._row(bucket) for bucket in self._buckets]
+
+    def column(self, name: str) -> list[float | None]:
+        """Return the values of one column."""
+        number = self.columns.index(name)
+        return [row[number] for row in self.rows()]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of one column; None if there is none."""
+        return self._row(self._buckets[-1])[self.columns.index(name)] if self._buckets else None
+
+    def _row(self, bucket: _Bucket) -> list[float | None]:
+        row: list[float | None] = [round(coordinate, 3) for coordinate in bucket[1]]
+        for metric, (total, number, low, high) in zip(self._metrics.values(), bucket[2], strict=True):
+            cells: list[float | None] = [None, None, None]
+            if number:
+                cells = [float(f"{value:.6g}") for value in (total / number, low, high)]
+            row += cells if metric.of_model else cells[:1]
+        return row
+
+
+def _curves() -> dict[type[events.Event], Series]:
+    curves = {}
+    for kind in CURVED:
+        metrics = {name: metric for name, metric in metrics_of(kind).items() if name != "tokens"}  # which are an axis
+        curves[kind] = Series(metrics, 512 if kind is events.StepFinished else 256)
+    return curves
 
 
 def _mean_of_known(values: Iterable[float | None]) -> float | None:
@@ -248,9 +283,8 @@ class ProcessHistory:
     checkpoint: events.CheckpointSaved | None = None
     finished: events.RunFinished | None = None  # None while it runs
     interrupted: str = ""  # the signal that stopped it, or ""
-    steps: Series = field(default_factory=lambda: Series(_BANDS, _MEANS))  # curves over its steps
-    evaluations: Series = field(default_factory=lambda: Series(("heldout_loss",), (), 256))
-    outer: Series = field(default_factory=lambda: Series((), events.TELEMETRY, 256))  # the mean over fragments
+    # over its steps; of rounds, the mean over fragments
+    curves: dict[type[events.Event], Series] = field(default_factory=_curves)
     sites: Mapping[str, events.Site] = field(default_factory=dict)  # as in its last evaluation
     evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
     samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
@@ -259,8 +293,8 @@ class ProcessHistory:
     diverged: Record | None = None  # the last step with a non-finite loss or gradient norm
     newest_s: float | None = None  # the time of its newest record, by its own clock
     _began_s: float | None = None
-    # fragment -> its newest outer step, and the telemetry of that round
-    _rounds: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
+    # fragment -> its newest round
+    _rounds: dict[int, events.RoundCommitted] = field(default_factory=dict)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
@@ -282,7 +316,6 @@ class ProcessHistory:
             if is_start or self._began_s is None:  # the pause before a start is not time of the run
                 self._began_s, self.newest_s = time_s - self.elapsed_s, time_s
             self.newest_s = max(time_s, self.newest_s or time_s)
-        place = event.step, (self.last.tokens or 0) if self.last else 0, self.elapsed_s
         match event:
             case events.RunStarted():
                 self.started, self.fetched, self.finished, self.interrupted = event, None, None, ""
@@ -295,19 +328,18 @@ class ProcessHistory:
             case events.Evaluated():
                 self.evaluated_at = event.step
                 self.sites = event.sites
-                self.evaluations.add(place, [event.heldout_loss])
+                self._draw(event)
             case events.RoundCommitted() if event.fragment < MAX_FRAGMENTS:
-                if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
-                    self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in events.TELEMETRY]
-                    by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
-                    means = [_mean_of_known(values) for values in by_name]
-                    if any(mean is not None for mean in means):
-                        self.outer.add(place, means)
+                before_it = self._rounds.get(event.fragment)
+                if before_it is None or before_it.outer_step < event.outer_step:  # not also from its other replicas
+                    self._rounds[event.fragment] = event
+                    self._draw(event, *(other for other in self._rounds.values() if other is not event))
             case events.SampleGenerated():
                 self.evaluated_at = event.step
                 self.samples.append(event)
             case events.CheckpointSaved():
                 self.checkpoint = event
+                self._draw(event)
             case events.Interrupted():
                 self.interrupted = event.signal or "a signal"
             case events.Note():
@@ -317,8 +349,16 @@ class ProcessHistory:
             case events.RunFinished():
                 self.finished = event
 
+    def _draw(self, event: events.Event, *others: events.Event) -> None:
+        """Continue the curves of an event, each with the mean of what it and others of its kind know."""
+        kind, values = type(event), dict[str, float | None]()
+        for name in metrics_of(kind):
+            values[name] = _mean_of_known(getattr(each, name) for each in (event, *others))
+        tokens = (self.last.tokens or 0) if self.last else 0
+        self.curves[kind].add((event.step, tokens, self.elapsed_s), values)
+
     def _cut(self, step: int) -> None:
-        for series in (self.steps, self.evaluations, self.outer):
+        for series in self.curves.values():
             series.cut(step)
         for told in (self.samples, self.notes):
             while told and told[-1].step > step:
@@ -328,10 +368,7 @@ class ProcessHistory:
         self._rounds.clear()
 
     def _stepped(self, event: events.StepFinished, time_s: float | None) -> None:
-        before, norm = self.last, event.gradient_norm
-        tokens = event.tokens - before.tokens if before and event.tokens and before.tokens else 0
-        seconds = (event.step - before.step) * event.step_s if before else 0.0
-        tokens_per_s = tokens / seconds if tokens > 0 and seconds > 0 else None
+        norm = event.gradient_norm
         self.last, self.fetched = event, None
         if not math.isfinite(event.loss) or not (norm is None or math.isfinite(norm)):
             self.diverged = event, time_s
@@ -339,8 +376,7 @@ class ProcessHistory:
             self.norms.append(norm)
         if event.step_s > 0:
             self._step_times.append(event.step_s)
-        means = (event.learning_rate, event.model_flops_utilization, event.compute_utilization, event.sent_bytes)
-        self.steps.add((event.step, event.tokens or 0, self.elapsed_s), (event.loss, norm, *means, tokens_per_s))
+        self._draw(event)
 
 
 @dataclass(frozen=True)

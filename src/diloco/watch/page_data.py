@@ -6,17 +6,18 @@ A new alert is a function that yields `Alert`, and its line in `_ALERTS`.
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
 import msgspec
 
-from diloco.events import mean_loss
+from diloco.events import Evaluated, Site, StepFinished, mean_loss
 from diloco.membership import names_of
+from diloco.metrics import measured, metrics_of
 from diloco.transport import PeerReport
 from diloco.units import format_bytes, format_duration, visible
-from diloco.watch.history import ProcessHistory, RunHistory
+from diloco.watch.history import CURVED, ProcessHistory, RunHistory
 
 SILENT_S = 60.0  # silence of a process that should be training; also at least ten of its steps
 MISSED_ROUNDS = 3  # consecutive rounds that were merged without a replica
@@ -144,12 +145,16 @@ def alerts(run: RunHistory, now_s: float) -> list[Alert]:
     return sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
 
 
+_METRICS = [
+    {"event": kind.__name__, **asdict(metric)} for kind in (*CURVED, Site) for metric in metrics_of(kind).values()
+]
+
 MAX_LINES = 8  # processes of a run whose curves are drawn; the table of peers has all
 
 
 def page_data(runs: Sequence[RunHistory], now_s: float, **more: float) -> bytes:
     """Return the content of the page at ``now_s``, in seconds since 1970, as JSON; ``more`` is added to it."""
-    return msgspec.json.encode({"runs": [_shown(run, now_s) for run in runs], **more})
+    return msgspec.json.encode({"metrics": _METRICS, "runs": [_shown(run, now_s) for run in runs], **more})
 
 
 def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
@@ -175,10 +180,10 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
         "header": _header(run, is_silent=any(alert.kind == "silent" for alert in active)),
         "lines": {
             name: {
-                kind: {"columns": each.columns, "stride": each.stride, "rows": each.rows()}
-                for kind, each in (("steps", of.steps), ("heldout", of.evaluations), ("outer", of.outer))
+                kind.__name__: {"columns": curve.columns, "stride": curve.stride, "rows": curve.rows()}
+                for kind, curve in process.curves.items()
             }
-            for name, of in lines.items()
+            for name, process in lines.items()
         },
         "undrawn": max(0, len(run.processes) - MAX_LINES),
         "peers": _member_rows(run, now_s),
@@ -196,12 +201,12 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
 
 def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     process, step = run.first, run.step
-    started, last, rows = process.started, process.last, process.steps.rows()
+    started, last, recent = process.started, process.last, process.curves[StepFinished]
     summary = process.finished.summary if process.finished else {}
-    recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if rows else {}
-    evaluations = [row[3] for each in run.evaluated[:1] for row in each.evaluations.rows()]
-    lows = [row[4] for each in run.evaluated for row in each.evaluations.rows()]
-    lows += [started.best_heldout_loss] if started else []
+    heldout_loss = run.evaluated[0].curves[Evaluated].last("heldout_loss") if run.evaluated else None
+    lows = [started.best_heldout_loss] if started else []
+    for evaluated in run.evaluated:
+        lows += evaluated.curves[Evaluated].column("heldout_loss_low")
     total, per_step = (started.total_steps, started.data_parallel_bytes_per_step) if started else (None, None)
     return {
         "state": "silent" if is_silent and not (process.interrupted or process.finished) else _state(process),
@@ -215,14 +220,14 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "elapsed_s": process.elapsed_s if last else None,
         "left_s": _left_s(process),
         "compute_utilization": last.compute_utilization if last else None,
-        **{name: recent.get(name) for name in ("tokens_per_s", "mfu", "loss")},
-        "heldout_loss": evaluations[-1] if evaluations else _number(summary.get("heldout_loss")),
+        **{name: recent.last(name) for name in ("tokens_per_s", "model_flops_utilization", "loss")},
+        "heldout_loss": _number(summary.get("heldout_loss")) if heldout_loss is None else heldout_loss,
         "sites_loss": mean_loss(run.sites),
         "best_heldout_loss": min((low for low in lows if low is not None), default=None),
         "sent_bytes": _number(summary.get("sent_bytes_per_replica", last.sent_bytes if last else None)),
         "data_parallel_bytes": _number(summary.get("data_parallel_bytes_per_replica", per_step and per_step * step)),
-        "merged": run.grid.merged if run.grid.newest else None,
-        "void": run.grid.void if run.grid.newest else None,
+        "rounds_committed": run.grid.merged if run.grid.newest else None,
+        "rounds_void": run.grid.void if run.grid.newest else None,
     }
 
 
@@ -294,7 +299,7 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
             **{name: getattr(status or last, name, None) for name in ("step", "sent_bytes", "received_bytes")},
         }
         if site := sites.get(str(replica)):
-            row |= {"heldout_loss": site.loss, "tokens": site.tokens, "passes": site.passes}
+            row |= {metric.name: value for metric, value, _, _ in measured(site)}
         if process_name == f"replica {replica}":
             row |= of_rounds.get(replica, {})
             row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]} if num_merged else {}

@@ -6,7 +6,6 @@ their own: at most so many at a time, and with figures that are made at most onc
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 from diloco import __version__, events
 from diloco.errors import ConfigurationError, from_extra
+from diloco.metrics import Metric, metrics_of
 from diloco.units import visible
 from diloco.waiting import in_thread, waits
 from diloco.watch.history import RunHistory
@@ -27,25 +27,6 @@ from diloco.watch.server import LocalHandler, LocalServer
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("training", "waiting", "lost")
 _FRESH_S = 1.0  # figures are this old at most
-
-_OF_STEPS = (  # name, the field of `StepFinished`, and what it is
-    ("train_loss_nats", "loss", "Training loss of the last step, per token."),
-    ("learning_rate", "learning_rate", "Inner learning rate."),
-    ("gradient_norm", "gradient_norm", "Gradient norm before clipping."),
-    ("step_seconds", "step_s", "Time of the last inner step."),
-    ("compute_utilization_ratio", "compute_utilization", "Share of the time spent computing."),
-    ("model_flops_utilization_ratio", "model_flops_utilization", "Share of the peak of this process's device."),
-)
-
-_TOTALS: Sequence[tuple[str, str, Sequence[str], Mapping[tuple[str, ...], str]]] = (
-    ("tokens", "Tokens trained by all replicas", (), {(): "tokens"}),
-    (
-        *("payload_bytes", "Payload bytes of this replica", ("direction",)),
-        {("sent",): "sent_bytes", ("received",): "received_bytes"},
-    ),
-    ("rounds", "Rounds by outcome", ("outcome",), {("committed",): "rounds_committed", ("void",): "rounds_void"}),
-)
-"""Name, what it is, labels, and by their values the field of `StepFinished` and `RunStarted` that has the total."""
 
 
 class PrometheusSink:
@@ -60,10 +41,9 @@ class PrometheusSink:
         self._core, self._generate = core, generate_latest
         self._events: SimpleQueue[tuple[events.Event, float] | None] = SimpleQueue()
         self._run, self._lock = RunHistory(visible(run), ""), threading.Lock()
-        self._peers: Mapping[str, tuple[int, int, float]] = {}
-        self._late_s: Mapping[str, float] = {}
-        self._waits_s: dict[int, float] = {}  # by replica
-        self._counted: dict[tuple[str, ...], float] = {}  # the highest value of each counter so far
+        self._measurements = events.Measurements()
+        self._measured: dict[str, dict[tuple[str, str], float]] = {}  # metric -> label and its value -> newest value
+        self._counted: dict[str, float] = {}  # the highest value of each total since the start of this process
         self._lost, self._heard_s = "", time.monotonic()
         self._saved_s: float | None = None
         self.made = -math.inf, b""  # when the figures were made, and they
@@ -104,12 +84,16 @@ class PrometheusSink:
                 self._lost = ""
                 if event.step % 64 == 0:  # else a run that nobody asks would keep all rounds
                     self._run.grid.prune()
-            case events.RoundCommitted():
-                self._waits_s[event.replica] = self._waits_s.get(event.replica, 0.0) + event.wait_s
-                self._peers = event.peers
-                self._late_s = dict(zip(map(str, event.contributors), event.late_s, strict=False))
             case events.CheckpointSaved():
                 self._saved_s = time_s
+        news = [*self._measurements.of(event)]
+        if isinstance(event, events.RoundCommitted) and news:  # a peer of an earlier round may have left
+            for metric in (*metrics_of(events.PeerTraffic).values(), *metrics_of(events.Arrival).values()):
+                self._measured.pop(metric.name, None)
+        for metric, value, label, which in news:
+            values = self._measured.setdefault(metric.name, {})
+            before = values.get((label, which), 0.0) if metric.kind == "part" else 0.0
+            values[label, which] = before + value
 
     def health(self) -> tuple[str, str]:
         """Return one of `STATES`, and why; "" while it trains."""
@@ -141,73 +125,66 @@ class PrometheusSink:
             return list(self._families(state, time.time()))
 
     def _families(self, state: str, now_s: float) -> Iterator[Any]:
-        def gauge(
-            name: str, words: str, values: Mapping[Any, float | None], labels: Sequence[str] = (), kind: Any = None
-        ) -> Any:
-            """Return a metric with a value for each combination of its labels' values; None is left out."""
-            family = (kind or self._core.GaugeMetricFamily)(f"diloco_{name}", words, labels=labels)
-            for key, value in values.items():
-                if value is not None:
-                    family.add_metric(key, value)
-            return family
-
-        counter = functools.partial(gauge, kind=self._core.CounterMetricFamily)
-        run, process, grid = self._run, self._run.first, self._run.grid
-        started, last, saved = process.started, process.last, process.checkpoint
-        yield gauge("info", "The run and its version.", {(run.name, __version__): 1.0}, ("run", "version"))
-        states = {(each,): float(each == state) for each in STATES}
-        yield gauge("state", "1 for the state of this process, else 0.", states, ("state",))
-        yield gauge("step", "Inner steps finished.", {(): process.step})
-        yield gauge("planned_steps", "Inner steps to train.", {(): getattr(started, "total_steps", None)})
-        heldout = process.evaluations.rows()
-        recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if (rows := process.steps.rows()) else {}
-        for name, attribute, words in _OF_STEPS:
-            yield gauge(name, words, {(): getattr(last, attribute, None)})
+        run, process = self._run, self._run.first
+        started, saved = process.started, process.checkpoint
+        states = {(state_name,): float(state_name == state) for state_name in STATES}
+        active = Counter((alert.kind, alert.level) for alert in alerts(run, now_s))
+        yield self._gauge("info", "The run and its version.", {(run.name, __version__): 1.0}, ("run", "version"))
+        yield self._gauge("state", "1 for the state of this process, else 0.", states, ("state",))
+        yield self._gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
         for name, words, value in (
-            ("tokens_per_second", "Tokens of all replicas per second of training.", recent.get("tokens_per_s")),
-            ("heldout_loss_nats", "Last held-out loss, per token.", heldout[-1][3] if heldout else None),
-            ("own_data_loss_nats", "Held-out loss over all own data, by tokens.", events.mean_loss(run.sites)),
+            ("step", "Inner steps finished.", process.step),
+            ("total_steps", "Inner steps to train.", getattr(started, "total_steps", None)),
             ("view_replicas", "Replicas in the current view.", len(run.expected)),
             ("checkpoint_step", "Step of the last checkpoint.", getattr(saved, "step", None)),
-            ("checkpoint_size_bytes", "Size of the last checkpoint.", getattr(saved, "size_bytes", None)),
-            ("checkpoint_timestamp_seconds", "When it was written, since 1970.", self._saved_s),
+            ("checkpoint_timestamp_s", "When it was written, since 1970.", self._saved_s),
         ):
-            yield gauge(name, words, {(): value})
-        for name, words, attribute in (
-            ("heldout_loss_nats", "Held-out loss on a replica's own data, per token.", "loss"),
-            ("tokens", "Tokens of its own data on which a replica has trained.", "tokens"),
-            ("passes", "Passes of a replica over its own data.", "passes"),
-        ):
-            by_replica = {(number,): getattr(site, attribute) for number, site in run.sites.items()}
-            yield gauge(f"replica_{name}", words, by_replica, ("replica",))
-        rounds = {"rounds_committed": grid.merged, "rounds_void": grid.void}
-        for name, words, labels, fields in _TOTALS:
-            of_run, of_process = dict[Any, float | None](), dict[Any, float | None]()
-            for label, attribute in fields.items():
-                of_run[label] = rounds.get(attribute, getattr(last or started, attribute, None))
-                of_process[label] = self._since_start((name, *label), of_run[label], getattr(started, attribute, 0))
-            yield gauge(f"run_{name}", f"{words}, in the whole run.", of_run, labels)
-            yield counter(name, f"{words}, since this process began to train.", of_process, labels)
-        words = "Time spent waiting for means, by the replica of this process that waited most."
-        yield counter("wait_seconds", words, {(): max(self._waits_s.values(), default=0.0)})
-        by_peer = {(peer, "sent"): of[0] for peer, of in self._peers.items()}
-        by_peer |= {(peer, "received"): of[1] for peer, of in self._peers.items()}
-        words = "Bytes on the wire of the current connection to a peer."
-        yield counter("peer_bytes", words, by_peer, ("peer", "direction"))
-        trips = {(peer,): of[2] or None for peer, of in self._peers.items()}
-        yield gauge("peer_round_trip_seconds", "Shortest round trip to a peer.", trips, ("peer",))
-        late = {(peer,): late_s for peer, late_s in self._late_s.items()}
-        words = "Time after the first contribution of the last round at which that of a peer came."
-        yield gauge("peer_late_seconds", words, late, ("peer",))
-        active = Counter((alert.kind, alert.level) for alert in alerts(run, now_s))
-        yield gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
+            yield self._gauge(name, words, {(): value})
+        counted = {"rounds_committed": run.grid.merged, "rounds_void": run.grid.void}
+        for metric in events.METRICS.values():
+            if metric.kind == "total":
+                total = counted.get(metric.name, getattr(process.last or started, metric.name, None))
+                yield from self._total(metric, total, getattr(started, metric.name, 0))
+            else:
+                yield self._family(metric)
 
-    def _since_start(self, key: tuple[str, ...], total: float | None, before: float) -> float | None:
-        """Return a counter: a checkpoint takes a run back, and a round that was void for one may be committed."""
-        if total is None:
-            return None
-        self._counted[key] = max(self._counted.get(key, 0.0), total - before)
-        return self._counted[key]
+    def _total(self, metric: Metric, total: float | None, before: float) -> Iterator[Any]:
+        """Yield a metric of the whole run, and the counter of what was added to it since this process began.
+
+        The counter never falls, though a checkpoint takes a run back, and a round that was void for one replica may be
+        committed.
+        """
+        if total is not None:
+            self._counted[metric.name] = max(self._counted.get(metric.name, 0.0), total - before)
+        since = {(): self._counted.get(metric.name)}
+        yield self._gauge(f"run_{metric.name}", f"{metric.title}, in the whole run.", {(): total})
+        yield self._gauge(metric.name, f"{metric.title}, since this process began to train.", since, is_counter=True)
+
+    def _family(self, metric: Metric) -> Any:
+        """Return a metric with its newest values."""
+        measured = self._measured.get(metric.name, {})
+        label = next((label for label, _ in measured if label), "")
+        values = {(which,) if label else (): value for (_, which), value in measured.items()}
+        words = f"{metric.title} ({metric.unit})." if metric.unit else f"{metric.title}."
+        is_counter = metric.kind in ("part", "counter")
+        return self._gauge(metric.name, words, values, (label,) if label else (), is_counter=is_counter)
+
+    def _gauge(
+        self,
+        name: str,
+        words: str,
+        values: Mapping[Any, float | None],
+        labels: Sequence[str] = (),
+        *,
+        is_counter: bool = False,
+    ) -> Any:
+        """Return a figure with a value for each combination of its labels' values; None is left out."""
+        make = self._core.CounterMetricFamily if is_counter else self._core.GaugeMetricFamily
+        family = make(f"diloco_{name}", words, labels=labels)
+        for key, value in values.items():
+            if value is not None:
+                family.add_metric(key, value)
+        return family
 
 
 class _Handler(LocalHandler):

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from diloco.algorithm import RoundId
 from diloco.errors import CodecError, TransportError
+from diloco.events import PeerTraffic
 from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
@@ -316,9 +317,9 @@ class Peer:
     def counters(self) -> TcpCounters:
         return sum_of(stripe.counters() for stripe in list(self.stripes.values()))
 
-    def traffic(self) -> tuple[int, int, float]:
+    def traffic(self) -> PeerTraffic:
         """Return what `RoundCommitted.peers` says about this peer. For any thread."""
-        return self.sent_bytes, self.received_bytes, self.counters().round_trip_s
+        return PeerTraffic(self.sent_bytes, self.received_bytes, self.counters().round_trip_s or None)
 
     def _note_sending(self) -> None:
         self.meter.note(self, bool(self._unsent or self._to_resend), self.sent_bytes, self._loop.time())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from diloco.algorithm import Contribution, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.events import Site
+from diloco.events import PeerTraffic, Site
 from diloco.membership import NextView, View, names_of
 from diloco.protocol import (
     Announced,
@@ -131,7 +131,7 @@ class PeerTransport(Transport):
             return ()
         return range(dist.get_world_size()) if self.rules.ranks_per_replica > 1 else (dist.get_rank(),)
 
-    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+    def traffic_by_peer(self) -> Mapping[str, PeerTraffic]:
         size = self.rules.ranks_per_replica
         return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
 

@@ -29,6 +29,7 @@ const whole = (value) => value.toLocaleString("en");
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const loss = (value) => value.toFixed(4);
 const short = (value) => String(Number(value.toPrecision(3)));
+const FORMATS = { "nats per token": loss, share: percent, tokens: count, bytes };
 function duration(seconds) {
   if (seconds > 0 && seconds < 0.0009995) return `${Math.round(1e6 * seconds)} us`;
   if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
@@ -56,23 +57,20 @@ function changed() {
 
 // Curves.
 
-const FIGURES = [
-  { id: "loss", title: "Loss", unit: "nats per token", column: "loss", band: true, heldout: true, log: true },
-  { id: "rate", title: "Learning rate", unit: "", column: "learning_rate" },
-  { id: "norm", title: "Gradient norm", unit: "before clipping", column: "gradient_norm", band: true, log: true },
-  { id: "speed", title: "Throughput", unit: "tokens per second", column: "tokens_per_s" },
-  { id: "mfu", title: "Model FLOPs utilisation", unit: "%", column: "mfu", factor: 100 },
-  { id: "compute", title: "Compute utilisation", unit: "%", column: "compute", factor: 100 },
-  { id: "sent", title: "Sent by one replica", unit: "bytes", column: "sent_bytes" },
-];
+const AXES = {  // how an axis shows a unit
+  share: { tickformat: ".0%", hoverformat: ".1%" },
+  bytes: { tickformat: "~s", ticksuffix: "B" },
+};
 
-const OUTER_FIGURES = [
-  { id: "mean-norm", title: "Norm of the mean pseudo-gradient", unit: "", column: "mean_norm", log: true },
-  { id: "mean-cosine", title: "Cosine with the previous mean", unit: "", column: "mean_cosine" },
-  { id: "momentum-cosine", title: "Cosine with the outer momentum", unit: "", column: "momentum_cosine" },
-  { id: "gain", title: "Effective gain", unit: "multiples of the mean's norm", column: "gain" },
-  { id: "spread", title: "Spread of the contributions", unit: "multiples of the mean's norm", column: "spread", log: true },
-];
+const MARKED = ["Evaluated", "CheckpointSaved"];  // events with few points, each of which has a mark
+
+function figuresOf(...kinds) {  // a figure for each metric of these events, in order; held-out losses are in that of the loss
+  const of = (kind) => state.data.metrics.filter((metric) => metric.event === kind && metric.name !== "tokens");
+  const isLoss = (metric) => metric.unit === "nats per token";
+  return kinds.flatMap((kind) => of(kind).filter((metric) => kind !== "Evaluated" || !isLoss(metric)).map((metric) => ({
+    ...metric, log: metric.of_model && metric.unit !== "cosine", beside: metric.name === "loss" ? of("Evaluated").filter(isLoss) : [],
+  })));
+}
 
 // plotly interprets some tags and entities in its texts
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -85,11 +83,8 @@ function curves() {
     Object.entries(run.lines).forEach(([process, line], number) => {
       const name = [runs.length > 1 || !process ? run.name : "", process].filter(Boolean).join(", ");
       const index = runs.length > 1 ? runNumber : number;
-      found.push({
-        name, stride: line.steps.stride, colour: `--c${index % 8}`, dash: runs.length > 1 && number ? "dot" : "solid",
-        columns: line.steps.columns, table: withGaps(line.steps.rows), heldout: line.heldout.rows,
-        outer: { columns: line.outer.columns, table: withGaps(line.outer.rows), heldout: [] },
-      });
+      const lines = Object.fromEntries(Object.entries(line).map(([kind, of]) => [kind, MARKED.includes(kind) ? of : { ...of, rows: withGaps(of.rows) }]));
+      found.push({ name, lines, colour: `--c${index % 8}`, dash: runs.length > 1 && number ? "dot" : "solid" });
     });
   });
   return found;
@@ -97,7 +92,7 @@ function curves() {
 
 function timeScale(all) {
   if (state.axis !== "time_s") return [1, state.axis === "step" ? "steps" : "tokens"];
-  const longest = Math.max(0, ...all.map((each) => (each.table.length ? each.table[each.table.length - 1][2] : 0)));
+  const longest = Math.max(0, ...all.map(({ lines: { StepFinished: { rows } } }) => (rows.length ? rows[rows.length - 1][2] : 0)));
   return longest > 7200 ? [3600, "hours"] : longest > 120 ? [60, "minutes"] : [1, "seconds"];
 }
 
@@ -117,36 +112,30 @@ function segments(table, column) {  // split the rows at gaps, because a band wo
   return found.filter((segment) => segment.length);
 }
 
-function traces(figure, all, divisor) {
-  const found = [];
-  const place = { step: 0, tokens: 1, time_s: 2 }[state.axis];
-  const factor = figure.factor || 1;
-  for (const each of all) {
-    const column = each.columns.indexOf(figure.column);
-    const x = each.table.map((row) => row[place] / divisor);
-    const y = each.table.map((row) => (row[column] === null ? null : row[column] * factor));
-    const line = { color: colour(each.colour), width: 1.6, dash: each.dash };
-    if (y.some((value) => value !== null)) {
-      if (figure.band && each.stride > 1) {
-        for (const segment of segments(each.table, column)) {
-          const side = (offset) => ({
-            x: segment.map((row) => row[place] / divisor), y: segment.map((row) => row[column + offset]),
-            mode: "lines", line: { width: 0 }, hoverinfo: "skip",
-          });
-          found.push(side(1), { ...side(2), fill: "tonexty", fillcolor: line.color + "2e" });
-        }
-      }
-      found.push({ x, y, mode: "lines", name: plain(figure.heldout ? `${each.name} training` : each.name), line });
-    }
-    if (figure.heldout && each.heldout.length) {
-      found.push({
-        x: each.heldout.map((row) => row[place] / divisor), y: each.heldout.map((row) => row[3]),
-        mode: "lines+markers", name: plain(`${each.name} held-out`), line: { ...line, width: 1, dash: "dot" },
-        marker: { size: 5, color: line.color },
+function trace(metric, of, divisor) {  // the curve of one metric and process, with a band of its extremes
+  const { columns, stride, rows } = of.lines[metric.event], drawn = [];
+  const place = columns.indexOf(state.axis), column = columns.indexOf(metric.name);
+  const marked = MARKED.includes(metric.event);
+  const x = rows.map((row) => row[place] / divisor), y = rows.map((row) => row[column]);
+  if (y.every((value) => value === null)) return [];
+  if (metric.of_model && stride > 1) {
+    for (const segment of segments(rows, column)) {
+      const side = (offset) => ({
+        x: segment.map((row) => row[place] / divisor), y: segment.map((row) => row[column + offset]),
+        mode: "lines", line: { width: 0 }, hoverinfo: "skip",
       });
+      drawn.push(side(1), { ...side(2), fill: "tonexty", fillcolor: colour(of.colour) + "2e" });
     }
   }
-  return found;
+  const line = { color: colour(of.colour), width: marked ? 1 : 1.6, dash: marked ? "dot" : of.dash };
+  const look = marked ? { mode: "lines+markers", marker: { size: 5, color: line.color } } : { mode: "lines" };
+  drawn.push({ x, y, name: plain(of.name), line, ...look });
+  return drawn;
+}
+
+function traces(figure, all, divisor) {
+  const named = (metric, of) => trace(metric, figure.beside.length ? { ...of, name: `${of.name} ${metric.title.toLowerCase()}` } : of, divisor);
+  return all.flatMap((of) => [figure, ...figure.beside].flatMap((metric) => named(metric, of)));
 }
 
 function describe(figure, drawn, unit) {
@@ -159,26 +148,26 @@ function describe(figure, drawn, unit) {
   return parts.length ? `${figure.title} (${figure.unit || "no unit"}). ${parts.filter(Boolean).join("; ")}.` : `${figure.title}: no data`;
 }
 
-function draw(holder, figures, tracesOf, unit) {
+function draw(holder, figures, all, divisor, unit) {
   for (const figure of figures) {
-    let box = $(`figure-${figure.id}`);
+    let box = $(`figure-${figure.name}`);
     if (!box) {
       const title = make("h3", {}, figure.title + (figure.unit ? ` (${figure.unit})` : ""));
-      box = make("figure", { id: `figure-${figure.id}` }, make("figcaption", {}, title), make("div", { class: "plot", role: "img" }));
+      box = make("figure", { id: `figure-${figure.name}` }, make("figcaption", {}, title), make("div", { class: "plot", role: "img" }));
       holder.append(box);
     }
-    const plot = box.querySelector(".plot"), drawn = tracesOf(figure);
+    const plot = box.querySelector(".plot"), drawn = traces(figure, all, divisor);
     box.hidden = !drawn.length;
     plot.setAttribute("aria-label", describe(figure, drawn, unit));
     if (!drawn.length || !window.Plotly) continue;
     if (!plot.data) fill(plot);
     const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line") };
     const layout = {
-      margin: { l: 40, r: 10, t: 8, b: 38 }, showlegend: false, hovermode: "x unified", uirevision: state.axis,
+      margin: { l: 40, r: 10, t: 30, b: 38 }, showlegend: false, hovermode: "x unified", uirevision: state.axis,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--ink"), size: 12 },
       hoverlabel: { namelength: 60, bgcolor: colour("--panel"), font: { color: colour("--ink") } },
       xaxis: { ...axis, title: { text: unit, font: { size: 12 } } },
-      yaxis: { ...axis, automargin: true, type: state.log && figure.log ? "log" : "linear", rangemode: "normal" },
+      yaxis: { ...axis, ...AXES[figure.unit], automargin: true, type: state.log && figure.log ? "log" : "linear", rangemode: "normal" },
     };
     const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
     window.Plotly.react(plot, drawn, layout, config);
@@ -193,13 +182,13 @@ function renderCurves() {
     mark.style.borderTopStyle = each.dash === "dot" ? "dotted" : "solid";
     return make("li", {}, mark, each.name);
   }));
-  $("curves-section").hidden = !all.some((each) => each.table.length || each.heldout.length);
+  const has = (...kinds) => all.some((of) => kinds.some((kind) => of.lines[kind].rows.length));
+  $("curves-section").hidden = !has("StepFinished", "Evaluated", "CheckpointSaved");
   const undrawn = state.data.runs.reduce((sum, run) => sum + run.undrawn, 0);
   fill($("undrawn"), undrawn ? `The curves of ${undrawn} more processes are not drawn; the table of peers lists them.` : "");
-  draw($("curves"), FIGURES, (figure) => traces(figure, all, divisor), unit);
-  const outer = all.map((each) => ({ ...each, ...each.outer }));
-  $("outer-section").hidden = !outer.some((each) => each.table.length);
-  if ($("outer-details").open) draw($("outer"), OUTER_FIGURES, (figure) => traces(figure, outer, divisor), unit);
+  draw($("curves"), figuresOf("StepFinished", "Evaluated", "CheckpointSaved"), all, divisor, unit);
+  $("outer-section").hidden = !has("RoundCommitted");
+  if ($("outer-details").open) draw($("outer"), figuresOf("RoundCommitted"), all, divisor, unit);
 }
 
 // The other sections, which show one run.
@@ -224,10 +213,10 @@ function renderNow(run) {
     ["Loss", shown(head.loss, loss), "training"],
     ["Held-out loss", shown(head.heldout_loss, loss), known(head.sites_loss)
       ? `all own data ${loss(head.sites_loss)}` : known(head.best_heldout_loss) ? `best ${loss(head.best_heldout_loss)}` : ""],
-    ["Compute utilisation", shown(head.compute_utilization, percent), known(head.mfu) ? `MFU ${percent(head.mfu)}` : ""],
+    ["Compute utilisation", shown(head.compute_utilization, percent), known(head.model_flops_utilization) ? `MFU ${percent(head.model_flops_utilization)}` : ""],
     ["Sent by one replica", shown(head.sent_bytes, bytes), known(saved)
       ? `data-parallel: ${bytes(head.data_parallel_bytes)}, ${saved >= 1 ? `${short(saved)}x as much` : `${short(1 / saved)}x less`}` : ""],
-    ["Rounds", shown(head.merged, (n) => `${whole(n)} merged`), known(head.void) ? `${whole(head.void)} void` : ""],
+    ["Rounds", shown(head.rounds_committed, (n) => `${whole(n)} merged`), known(head.rounds_void) ? `${whole(head.rounds_void)} void` : ""],
   ];
   fill($("numbers"), ...tiles.filter(([, value]) => value !== NO_DATA).map(([name, value, small]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, small ? make("small", {}, small) : null))));
@@ -265,9 +254,6 @@ const COLUMNS = [
   ["wait_s", "waited", duration],
   ["counted", "in the mean", String],
   ["missed", "missed in a row", whole],
-  ["heldout_loss", "held-out loss", loss],
-  ["tokens", "tokens", count],
-  ["passes", "passes", short],
   ["digest", "digest", String],
   ["codec", "codec", String],
   ["peer", "peer", String],
@@ -276,7 +262,9 @@ const BAD = { state: ["no answer", "refuses", "interrupted"], digest: ["differs"
 
 function renderPeers(run) {
   const peers = run.peers, missed = run.alerts.filter((alert) => alert.kind === "missed").map((alert) => alert.who);
-  const used = COLUMNS.filter(([key]) => peers.some((peer) => known(peer[key])));
+  const measured = state.data.metrics.filter((metric) => metric.event === "Site")
+    .map((metric) => [metric.name, metric.title.toLowerCase(), FORMATS[metric.unit] || short]);
+  const used = [...COLUMNS, ...measured].filter(([key]) => peers.some((peer) => known(peer[key])));
   $("peers-section").hidden = !peers.length;
   const head = make("tr", {}, ...used.map(([, title]) => make("th", { scope: "col" }, title)));
   const body = peers.map((peer) => make("tr", {}, ...used.map(([key, , format], index) => {
