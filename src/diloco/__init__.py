@@ -6,6 +6,6 @@ use, so that ``import diloco`` itself is fast.
 
 import lazy_loader
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
