@@ -43,7 +43,7 @@ class SyncSchedule:
     fragment 1 at 150, 250, ..., as in the paper's example; the condition alone, which is line 6 of Algorithm 2, also
     holds at ``t = t_p``. torchft first sends fragment p after step ``(p + 1) H / P - tau``, so its first windows are
     shorter. ``H - H // P + tau`` calls of `DiLoCo.step` with 0.0 before training give these rounds; they learn no
-    better on the whole (benchmarks/parity/studies.md). P need not divide H, and any 0 <= tau <= H is allowed.
+    better on the whole (benchmarks/parity/starts.md). P need not divide H, and any 0 <= tau <= H is allowed.
     Several fragments can be in flight at once, but each fragment at most once. With tau = H a fragment is merged a
     whole round late, in the step in which it is sent again and just before that send.
 
