@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -122,35 +122,33 @@ def publish(run: dict[str, Any], folder: Path) -> None:
 
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the tables of each run: its figures, its checks, and the recoveries by kind of event."""
-    return "\n".join(_of_one(run) for run in runs)
-
-
-def _of_one(run: dict[str, Any]) -> str:
-    back, longest, limits = run["back_s"] or [0.0], run["longest_s"], run["limits_s"]
-    loss = "none" if run["heldout_loss"] is None else f"{run['heldout_loss']:.4f}"
-    facts: list[Sequence[object]] = [
-        ("events", f"{sum(run['kinds'].values())} of {run['planned']} planned"),
-        ("processes that trained", f"{run['processes']}, of which {run['ended_peers']} finished"),
-        ("steps, tokens, views", f"{run['steps']:,}, {run['tokens']:,}, {run['views']:,}"),
-        ("rounds", f"{run['rounds']:,} committed, {run['void']} void for at least one replica"),
-        ("undisturbed members evicted", len(run["put_out"])),
-        ("longest step of an undisturbed peer", f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)"),
-        (
-            "longest time of an undisturbed peer without a round",
-            f"{longest['RoundCommitted']} s (bound: {limits['RoundCommitted']:g} s)",
-        ),
-        (
-            "from start, thaw or healing to a round with the peer's contribution",
-            f"median {statistics.median(back):.1f} s, longest {max(back):.1f} s (bound: {run['back_limit_s']:g} s)",
-        ),
-        ("digests at the end", ", ".join(run["digests"]) or "none"),
-        ("held-out loss; undisturbed", f"{loss}; {', '.join(f'{each:.4f}' for each in run['undisturbed'])}"),
-    ]
-    facts += [(name, "yes" if not found else f"**no**: {'; '.join(found)}") for name, found in run["faults"].items()]
+    """Return a row for each run, then what took how long by kind of event, over all runs."""
+    rows, times, numbers = [], defaultdict(list), Counter[str]()
+    for run in runs:
+        failed = [f"{name}: {'; '.join(found)}" for name, found in run["faults"].items() if found]
+        back, longest = run["back_s"] or [0.0], run["longest_s"]
+        rows.append(
+            [
+                f"`{run['command']}`",
+                f"{sum(run['kinds'].values())} of {run['planned']}",
+                f"{run['rounds']:,}, {run['void']}",
+                len(run["put_out"]),
+                f"{longest['StepFinished']}, {longest['RoundCommitted']}",
+                f"{statistics.median(back):.1f}, {max(back):.1f}",
+                f"**failed**: {' '.join(failed)}" if failed else "passed",
+            ]
+        )
+        numbers.update(run["kinds"])
+        for kind, back_s in run["back_by_kind"].items():
+            times[kind] += back_s
     kinds = []
-    for kind, number in run["kinds"].items():
-        times = run["back_by_kind"].get(kind, [])
-        kinds.append((kind, number, f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""))
-    header = ["event", "number", "in a round again after (s): median, longest"]
-    return f"### `{run['command']}`\n\n{table(['', ''], facts)}\n\n{table(header, kinds)}\n"
+    for kind, number in sorted(numbers.items()):
+        found = times[kind]
+        kinds.append([kind, number, f"{statistics.median(found):.1f}, {max(found):.1f}" if found else ""])
+    header = [
+        "run", "events of those planned", "rounds committed, void for somebody", "undisturbed members evicted",
+        "longest step, and time without a round, of an undisturbed peer (s)",
+        "in a round again after (s): median, longest", "checks",
+    ]  # fmt: skip
+    of_kinds = ["event, in all runs", "number", "in a round again after (s): median, longest"]
+    return f"{table(header, rows)}\n\n{table(of_kinds, kinds)}\n"
