@@ -1,4 +1,4 @@
-"""The figures of README's comparison are those of the tables that it cites."""
+"""README's figures are those of the tables that it cites."""
 
 import re
 from pathlib import Path
@@ -46,3 +46,44 @@ def test_bytes_sent() -> None:
     assert [float(cell.removesuffix(" MB").replace(",", "")) for cell in shown("sent per replica")] == [
         pytest.approx(payload, abs=0.5) for payload in payloads
     ]
+
+
+SEEDS = re.compile(r"([+-][\d.]+) % / ([+-][\d.]+) % / ([+-][\d.]+) %")
+
+
+def relative_losses(run: str) -> list[float]:
+    """Return by how many per cent a run's loss is above that of data-parallel training, for each seed."""
+    page = (ROOT / "benchmarks/parity/README.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| {run} | 1."))
+    return [float(value) for value in SEEDS.findall(row)[0]]
+
+
+def seeds_of_muon(preset: str) -> list[float]:
+    """Return by how many per cent Streaming with Muon is above data-parallel Muon, for each seed."""
+    page = (ROOT / "benchmarks/parity/README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^Streaming fp4 relative to data-parallel, both with {re.escape(preset)}: (.*)$", page, re.M)
+    return [float(value) for value in re.findall(r"([+-][\d.]+) %", row)]
+
+
+TINY_MUON = "Muon, AdamW betas .97/.99, momentum .85"
+
+
+@pytest.mark.parametrize(
+    ("words", "losses"),
+    [
+        ("at four bits ends {} % above data-parallel training", relative_losses("Streaming fp4")),
+        ("isotropic means (IsoLoCo, an option) {} % below it", relative_losses("Streaming fp4, isotropic means")),
+        ("With Muon it ends {} % below data-parallel AdamW", relative_losses(f"Streaming fp4, {TINY_MUON}")),
+        ("and {} % above data-parallel Muon", seeds_of_muon(TINY_MUON)),
+    ],
+)
+def test_losses(words: str, losses: list[float]) -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    sizes = sorted(abs(loss) for loss in losses)
+    assert words.format(f"{sizes[0]:.1f} to {sizes[-1]:.1f}") in readme
+    assert all((loss < 0) == ("below" in words) for loss in losses)
+
+
+def test_length_of_the_algorithm_in_one_file() -> None:
+    lines = len((ROOT / "examples/from_scratch.py").read_text(encoding="utf-8").splitlines())
+    assert f"all of it in {round(lines, -1)} lines" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -65,10 +65,10 @@ def tables(rows: list[Row]) -> str:
         lines = [
             [
                 row.name,
-                cell(row.thing),
+                prose(row.thing),
                 f"`{cell(row.command)}`",
                 row.outcome,
-                cell(row.says),
+                prose(row.says),
                 f"{row.date}, {row.commit}",
             ]
             for row in rows
@@ -78,6 +78,11 @@ def tables(rows: list[Row]) -> str:
             f"\n## {group}\n\n{table(['', 'brought', 'command', 'outcome', 'figures or sentence', 'when'], lines)}\n"
         )
     return "".join(parts)
+
+
+def prose(text: str) -> str:
+    """Return text for a cell of a table in which no part is taken for a tag."""
+    return cell(text).replace("<", "&lt;")
 
 
 def cell(text: str) -> str:
