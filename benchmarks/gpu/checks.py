@@ -38,6 +38,7 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
+from diloco.devices import beside_training as on_side_stream
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model import (
@@ -354,9 +355,26 @@ def other_gpu(sizes: Sizes, device: torch.device) -> str:
 
 
 def digests(sizes: Sizes, device: torch.device) -> str:
-    values = torch.randn(20 * sizes.check_values, generator=torch.Generator().manual_seed(0))
-    assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "the digests differ"
-    return f"the digest of {format_bytes(values.nbytes)} equals the CPU's"
+    """Compare digests with the CPU's: of blocks and parts, bytes that fill no lane, odd addresses, on a side stream."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20 * sizes.check_values, generator=generator)
+    data = torch.randint(256, (1 << 16,), dtype=torch.uint8, generator=generator)
+    tensors = {"x": values, "y": values[:-5], "bfloat16": values[:4099].bfloat16()[1:]}
+    tensors |= {f"{size}": data[1 : size + 1] for size in (0, 1, 3, 4, 8191, 8192, 8193, 40_007)}
+    expected = digest_tensors(tensors)
+    assert digest_tensors(tensors, "torch") == expected, "those of torch operations and C kernel differ"
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    settle(device)
+    with on_side_stream(device):
+        beside = digest_tensors(moved)
+    assert {digest_tensors(moved), beside} == {expected}, "the digests differ"
+    taken_s = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        digest_tensors({"x": moved["x"]})
+        taken_s.append(time.perf_counter() - started_s)
+    size = format_bytes(values.nbytes)
+    return f"the digest of {size} equals the CPU's and takes {1e3 * min(taken_s):.1f} ms"
 
 
 def held_globals(sizes: Sizes, device: torch.device) -> str:

@@ -135,8 +135,12 @@ GROUPS = {
     "starts": [
         *each(*(TINY | way for way in STARTS), seeds=(0,)),
         *each(*(TINY_MUON | way for way in ({"start": 200}, rising(40, 1.0, 0.6), rising(40, 1.0, 0.8))), seeds=(0,)),
-        *each(TINY | QUICK_START | rising(40, 1.0, 0.8), seeds=(0,)),
         *each(TINY | {"start": 200}, TINY | rising(40, 1.0, 0.8), seeds=(1, 2)),
+    ],
+    "starts, 0.87M": [
+        *each(*(TINY | QUICK_START | way for way in ({}, rising(40, 1.0, 0.8)))),
+        *each(*(QUICK_START | way for way in ({}, rising(40, 1.0, 0.6)))),
+        *each(*(TINY | QUICK_START | ISOTROPIC | way for way in (outer(1.2, 0.8), rising(40, 1.2, 0.8)))),
     ],
     "averaged momentum": each(*WAYS),
     "quick start": each(*(QUICK_START | way | rate(r) for r in RATES[1:4] for way in WAYS[:2])),

@@ -43,7 +43,7 @@ def test_the_bits_are_those_of_every_processor() -> None:
     """The digest was taken with AVX2 and without vector instructions."""
     whole = torch.arange(-450.0, 450.0).mul_(7.0).remainder_(901.0)
     made = {"square": of_one(whole.view(30, 30)), "tall": of_one(whole[:200].view(40, 5))}
-    assert digest_tensors(made) == "5bf39dd4e952cde96647a607a575d50e"
+    assert digest_tensors(made) == "59417bccffaeeb7c33be0defb772d35e"
 
 
 def test_directions_without_any_work_get_none() -> None:

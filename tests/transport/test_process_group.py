@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from diloco import connect_process_group
 from diloco.algorithm import Float32, weighted_mean
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
-from diloco.transport import ProcessGroupTransport, ReplicaGroup, RollCall, Transport, fresh_store, weighted_bits
+from diloco.transport import ProcessGroupTransport, ReplicaGroup, RollCall, Transport, fresh_store
 from diloco.waiting import in_thread
 from tests.outer.test_golden_digests import CASES, PARTS, Replica, train_in_parts
 from tests.processes import Processes, receive, report
@@ -227,11 +230,23 @@ def test_ranks_that_start_again_meet_in_a_store_without_old_keys() -> None:
         assert fresh[1].get("attempt") == str(attempt).encode()
 
 
-def test_bits_of_any_one_value_and_their_order_change_the_sum() -> None:
-    values = torch.randn(1000)
-    swapped, changed = values.flip(0), values.clone()
-    changed[500] = torch.nextafter(changed[500], torch.tensor(9.0))
-    assert len({int(weighted_bits(each)) for each in (values, values.clone(), swapped, changed, values[1:])}) == 4
+def test_nothing_is_collected_while_the_frames_of_threads_are_listed(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process group that is collected there lets other threads run, which then wait for what is held: a deadlock."""
+    listing, collects, listed = sys._current_frames, [], threading.Event()
+
+    def current_frames() -> dict[int, Any]:
+        collects.append(gc.isenabled())
+        listed.set()
+        return listing()
+
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
+    groups.meet(2, silence_s=1.0)
+    assert listed.wait(60)
+    groups.close()
+    assert not any(collects)
+    assert gc.isenabled()
 
 
 def begin(rank: int, size: int, folder: Path) -> None:

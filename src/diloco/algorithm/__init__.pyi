@@ -19,6 +19,8 @@ from .codec.blockwise import FP4 as FP4
 from .codec.blockwise import Int8 as Int8
 from .codec.blockwise import Sign as Sign
 from .codec.topk2 import TopK2 as TopK2
+from .digest import digest_state as digest_state
+from .digest import digest_tensors as digest_tensors
 from .exchange import PLAIN_MEAN as PLAIN_MEAN
 from .exchange import UNKNOWN_UPLINK as UNKNOWN_UPLINK
 from .exchange import Exchange as Exchange
@@ -43,8 +45,6 @@ from .optim import OuterState as OuterState
 from .optim import RebaseMerge as RebaseMerge
 from .optim import Sgd as Sgd
 from .optim import at as at
-from .optim import digest_state as digest_state
-from .optim import digest_tensors as digest_tensors
 from .partition import FragmentLayout as FragmentLayout
 from .partition import bind as bind
 from .partition import check_coverage as check_coverage

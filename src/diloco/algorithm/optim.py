@@ -8,18 +8,16 @@ temporary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import xxhash
 from torch import Tensor
 
 from diloco.algorithm.checks import check_choice, check_number, check_whole
 from diloco.algorithm.codec.base import in_pieces
 from diloco.algorithm.schedule import ValueSchedule
-from diloco.devices import to_host
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
@@ -193,28 +191,3 @@ class RebaseMerge:
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         assert sent is not None, "RebaseMerge needs the local parameters when sent"
         local.sub_(sent).add_(global_params)
-
-
-_PIECE_BYTES = 1 << 25  # GPU memory is copied and hashed in pieces of this size
-
-
-def digest_state(global_params: Tensor, state: OuterState, buffers: Mapping[str, Tensor] | None = None) -> str:
-    """Return the digest of a fragment's global parameters, ``(numel,)``, and outer state as hexadecimal text.
-
-    ``buffers`` are those of the model that belong to it, if any do.
-
-    >>> digest_state(torch.zeros(2), OuterState()) == digest_state(torch.zeros(2), OuterState(step=1))
-    False
-    """
-    return digest_tensors({f"{state.step}": global_params, **state.slots, **(buffers or {})})
-
-
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the digest of the names and bytes of ``tensors``, in order."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in tensors.items():
-        digest.update(name.encode() + b"\0")
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for piece in torch.split(data, _PIECE_BYTES) if data.numel() else ():
-            digest.update(to_host(piece).numpy().data)
-    return digest.hexdigest()

@@ -22,8 +22,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
+from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanCodec, Uplink, plan_exchange
-from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.devices import empty
 from diloco.errors import CodecError, DivergedError

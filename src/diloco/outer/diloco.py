@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import warnings
@@ -11,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -324,7 +324,7 @@ class DiLoCo:
         """
         states = [fragment.state for fragment in self.fragments]
         digests = [digest_state(state.values, state.outer, state.buffers) for state in states]
-        return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
+        return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:

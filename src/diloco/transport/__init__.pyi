@@ -20,7 +20,6 @@ from .peers.directory import Lost as Lost
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
 from .process_group import ProcessGroupTransport as ProcessGroupTransport
-from .process_group import weighted_bits as weighted_bits
 from .replica_group import LeaderTransport as LeaderTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group

@@ -53,7 +53,6 @@ from diloco.waiting import at_once, in_thread
 
 _HEAD_BYTES, _VOTE_BYTES = 2048, 1024  # a header and a vote, padded
 _MOST_REASON = 200  # characters of the reason for which a contribution is withdrawn
-_PIECE_VALUES = 1 << 22
 _POLL_S = 0.2
 
 _Gathering = Callable[[], Tensor]  # waits for what is gathered from all ranks of a group, a row of each
@@ -68,24 +67,6 @@ def _padded(data: bytes, size: int) -> Tensor:
 def _content(row: Tensor) -> bytes:
     data = row.numpy().tobytes()
     return data[4 : 4 + int.from_bytes(data[:4])]
-
-
-def _digest(mean: Mean) -> str:
-    """Return the digest of a mean. On a GPU it is that of a sum, so that the values need not be copied to the host."""
-    return (replace(mean, values=weighted_bits(mean.values)) if mean.values.is_cuda else mean).digest()
-
-
-def weighted_bits(values: Tensor) -> Tensor:
-    """Return the sum of the bits of ``values``, ``(n,)`` float32, each times an odd number of its own: ``(1,)`` int64.
-
-    It is taken modulo 2^64 and so does not depend on the order of the additions.
-    """
-    total = torch.zeros(1, dtype=torch.int64, device=values.device)
-    for start in range(0, len(values), _PIECE_VALUES):
-        bits = values[start : start + _PIECE_VALUES].view(torch.int32).to(torch.int64)
-        index = torch.arange(start, start + len(bits), dtype=torch.int64, device=values.device)
-        total += ((bits + index) * (index * 0x9E3779B97F4A7C1 | 1)).sum()
-    return total
 
 
 class ProcessGroupTransport(Transport):
@@ -176,7 +157,7 @@ class ProcessGroupTransport(Transport):
                 for member in verdict.contributors
             ]
             mean, reason = self._mean(mine, plan, contributions)
-        vote = f"{_digest(mean) if mean is not None and not reason else ''}\n{reason}"
+        vote = f"{mean.digest() if mean is not None and not reason else ''}\n{reason}"
         ballots = self._everyone.gather(_padded(vote.encode(errors="replace"), _VOTE_BYTES))
         votes = [_content(ballots[rank]).decode(errors="ignore").split("\n", 1) for rank in self._ranks]
         reason = next((reason for _, reason in votes if reason), "")

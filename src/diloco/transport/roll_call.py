@@ -6,6 +6,7 @@ A rank whose record no longer changes is lost; then all ranks name it and end. N
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -296,9 +297,24 @@ def _what_follows() -> str:
     return ", and torchrun starts them again" if again else "; restart them with --resume"
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _frame_of(thread: int) -> Any:
+    """Return the frame in which a thread is, or None if it has ended."""
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()  # a collection there that releases the GIL, as process groups do, deadlocks (CPython gh-106883)
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _place(thread: int) -> tuple[Any, ...]:
     """Return where a thread is, or () if it has ended: the frame, the position in it, and the processor time spent."""
-    frame = sys._current_frames().get(thread)  # itself, as another one may get its address
+    frame = _frame_of(thread)  # itself, as another one may get its address
     if frame is None:
         return ()
     # a thread that waits for a GPU spends time, and macOS and Windows don't tell it

@@ -1,6 +1,6 @@
-/* Codecs for tensors in host memory, in one pass over the data and without temporaries.
+/* Codecs and the digest for tensors in host memory, in one pass over the data and without temporaries.
  *
- * The results equal those of the torch operations in blockwise.py and topk2.py bit for bit: float32 arithmetic,
+ * The results equal those of the torch operations in blockwise.py, topk2.py and digest.py bit for bit: float32 arithmetic,
  * no fused multiply-add (the build passes -ffp-contract=off), no fast-math. Compilers vectorise the loops, which are
  * plain C. If the platform can select a version at load time, the same loops are also compiled for AVX2.
  *
@@ -21,6 +21,8 @@
 /* Function multi-versioning needs ELF ifuncs, hence glibc. AVX-512 is no faster than AVX2: memory is the limit. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 6)
 #define FOR_EACH_CPU __attribute__((target_clones("default", "avx2")))
+#define FOUR_PRODUCTS
+#include <immintrin.h>
 #else
 #define FOR_EACH_CPU
 #endif
@@ -391,6 +393,59 @@ EXPORT void diloco_topk2_accumulate(const uint8_t *records, int64_t count, float
             if (at < length) out[start + at] += values[codes[i >> 2] >> (2 * (i & 3)) & 3];
         }
         records = codes + (2 * kept + 7) / 8;
+    }
+}
+
+/* ---- digest: of each block of 32-bit lanes the sums of their products with two keys of their place, modulo 2^64 ------ */
+
+#define AHEAD 2048 /* bytes; without prefetching, memory is idle while the sums of a block are written */
+
+INLINE void add_products(const uint8_t *lanes, int64_t count, const int32_t *keys, const int32_t *others,
+                         uint64_t *RESTRICT sums) {
+    for (int64_t i = 0; i < count; i++) {
+        int32_t lane;
+        memcpy(&lane, lanes + 4 * i, sizeof lane);
+        sums[0] += (uint64_t)((int64_t)keys[i] * lane);
+        sums[1] += (uint64_t)((int64_t)others[i] * lane);
+    }
+}
+
+#if defined(FOUR_PRODUCTS)
+/* Compilers shuffle the lanes to widen them, which takes twice as long as the multiplications. */
+__attribute__((target("avx2"))) static void four_products(const uint8_t *lanes, int64_t count, const int32_t *keys,
+                                                          const int32_t *others, uint64_t *RESTRICT sums) {
+    __m256i even[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, odd[2] = {even[0], even[0]};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        _mm_prefetch((const char *)lanes + 4 * i + AHEAD, _MM_HINT_T0);
+        for (int64_t at = i; at < i + 16; at += 8) {
+            __m256i low = _mm256_loadu_si256((const __m256i *)(lanes + 4 * at)), high = _mm256_srli_epi64(low, 32);
+            for (int32_t which = 0; which < 2; which++) {
+                __m256i key = _mm256_loadu_si256((const __m256i *)((which ? others : keys) + at));
+                even[which] = _mm256_add_epi64(even[which], _mm256_mul_epi32(low, key));
+                odd[which] = _mm256_add_epi64(odd[which], _mm256_mul_epi32(high, _mm256_srli_epi64(key, 32)));
+            }
+        }
+    }
+    for (int32_t which = 0; which < 2; which++) {
+        uint64_t parts[4];
+        _mm256_storeu_si256((__m256i *)parts, _mm256_add_epi64(even[which], odd[which]));
+        sums[which] += parts[0] + parts[1] + parts[2] + parts[3];
+    }
+    add_products(lanes + 4 * i, count - i, keys + i, others + i, sums);
+}
+#endif
+
+/* ``keys`` are those of all places in a block, then the second ones; ``sums`` two of each block. */
+EXPORT void diloco_digest_sums(const uint8_t *lanes, int64_t count, const int32_t *keys, int64_t block_size,
+                               uint64_t *sums) {
+    void (*add)(const uint8_t *, int64_t, const int32_t *, const int32_t *, uint64_t *) = add_products;
+#if defined(FOUR_PRODUCTS)
+    if (__builtin_cpu_supports("avx2")) add = four_products;
+#endif
+    for (int64_t start = 0; start < count; start += block_size, sums += 2) {
+        sums[0] = sums[1] = 0;
+        add(lanes + 4 * start, smaller(block_size, count - start), keys, keys + block_size, sums);
     }
 }
 

@@ -1,8 +1,8 @@
-"""Loads the compiled codec kernels in ``_kernels.c``.
+"""Loads the compiled kernels of codecs and of the digest in ``_kernels.c``.
 
-They are built when the package is installed if there is a C compiler. Without them, or if a codec has none, the codecs
-run the same arithmetic as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL
-during the call.
+They are built when the package is installed if there is a C compiler. Without them, or if a codec has none, the same
+arithmetic runs as torch operations and gives the same bytes. Each call uses one thread; ctypes releases the GIL during
+the call.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ SPARSE = {
     "encode": (_ADDRESS, _COUNT, _ADDRESS),  # values, numel, payload
     "accumulate": (_ADDRESS, _COUNT, _WEIGHT, _ADDRESS),  # payload, numel, weight, out
 }
+DIGEST = {"sums": (_ADDRESS, _COUNT, _ADDRESS, _COUNT, _ADDRESS)}  # lanes, their number, keys, block size, sums
 """The functions of a codec and the types of their arguments. Codecs check that tensors fit and are on the CPU."""
 
 
 def load(
     codec: str, functions: Mapping[str, tuple[Any, ...]], implementation: str | None
 ) -> Mapping[str, Callable[..., None]] | None:
-    """Return name -> compiled function of a codec, or None to compute with torch operations.
+    """Return name -> compiled function of a codec, or of the digest, or None to compute with torch operations.
 
     ``implementation`` is ``"torch"``, ``"native"``, or None: native if it was built.
     """
