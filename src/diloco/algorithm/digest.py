@@ -85,7 +85,7 @@ def _block_sums(data: Tensor, implementation: str | None) -> Tensor:
 @functools.cache
 def _kernel(implementation: str | None) -> Callable[..., None] | None:
     kernels = native.load("digest", native.DIGEST, implementation)
-    return kernels and kernels["sums"]
+    return None if kernels is None else kernels["sums"]
 
 
 @functools.cache
