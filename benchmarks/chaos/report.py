@@ -123,7 +123,7 @@ def publish(run: dict[str, Any], folder: Path) -> None:
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
     """Return a row for each run, then what took how long by kind of event, over all runs."""
-    rows, times, numbers = [], defaultdict(list), Counter[str]()
+    rows, times, numbers = [], defaultdict[str, list[float]](list), Counter[str]()
     for run in runs:
         failed = [f"{name}: {'; '.join(found)}" for name, found in run["faults"].items() if found]
         back, longest = run["back_s"] or [0.0], run["longest_s"]
