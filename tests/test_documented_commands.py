@@ -17,7 +17,7 @@ from diloco.config import Configuration, keys_of, parse_arguments, parse_flags, 
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
 OTHERS = [path for path in FILES if path.suffix != ".pyc"]
 EXAMPLES_OF_MISTAKES = ("keys.py", "toml.py", "units.py")
@@ -70,7 +70,7 @@ def parse(command: str, arguments: list[str]) -> None:
         parse_options(getattr(module, f"{command.capitalize()}Options"), command, arguments)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_documented_commands_are_understood(page: Path) -> None:
     seen: set[tuple[str, ...]] = set()
     for command, *arguments in commands(page.read_text(encoding="utf-8")):
@@ -162,14 +162,14 @@ def test_settings_and_flags_named_in_messages_and_docstrings_exist() -> None:
     assert named == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_toml_on_a_page_is_accepted(page: Path) -> None:
     for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
         if "[axes]" not in block:  # a study
             typed_values(tomllib.loads(block), Configuration, f"{page.name}, block {number}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_sections_files_and_folders_named_on_a_page_exist(page: Path) -> None:
     missing = set()
     packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
