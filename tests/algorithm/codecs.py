@@ -30,6 +30,11 @@ COARSE: dict[str, Callable[[], Codec]] = {
 }
 """The codecs named "built" run the C kernels if a compiler was found, else torch."""
 
+ONE_ZERO = ("int8",)
+"""Whose codes are integers in two's complement, which has no -0."""
+ERROR_AT_LIMIT = {"int8": 2.0**-22, "fp4": 1 / 3}
+"""By how much a value at the saturation limit may be off, as a share of it; for all others not at all."""
+
 OURS = CODECS.names
 """The names before any test registers a codec of its own."""
 

@@ -20,7 +20,9 @@ from tests.algorithm.codecs import (
     BLOCK,
     BOUNDED,
     COARSE,
+    ERROR_AT_LIMIT,
     LARGEST,
+    ONE_ZERO,
     OURS,
     SIZES,
     TINY,
@@ -60,7 +62,7 @@ def test_zeros_keep_their_sign_and_clamping_begins_at_the_saturation_limit(codec
     zeros = torch.tensor([0.0, -0.0, 1.0])
     if codec.name == "sign":
         assert same_bits(codec.decode(codec.encode(zeros[:2]), 2), zeros[:2])
-    elif codec.name != "int8":  # two's complement has one zero
+    elif codec.name not in ONE_ZERO:
         assert same_bits(codec.decode(codec.encode(zeros), 3)[:2], zeros[:2])
     if codec.name == "float32":
         assert codec.saturation_limit == math.inf
@@ -69,8 +71,7 @@ def test_zeros_keep_their_sign_and_clamping_begins_at_the_saturation_limit(codec
     assert float(limit) == codec.saturation_limit  # a float32
     at_limit = codec.decode(codec.encode(limit), 1)
     beyond = codec.decode(codec.encode(limit * (1 + 2.0**-23)), 1)
-    relative_error = {"int8": 2.0**-22, "fp4": 1 / 3}.get(codec.name, 0.0)
-    assert abs(float(at_limit) - codec.saturation_limit) <= relative_error * codec.saturation_limit
+    assert abs(float(at_limit) - codec.saturation_limit) <= ERROR_AT_LIMIT.get(codec.name, 0.0) * codec.saturation_limit
     assert same_bits(beyond, at_limit)
 
 
