@@ -12,6 +12,8 @@ import os
 import re
 import sys
 import threading
+import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")
 _HUGE_BYTES = 1 << 25  # smaller blocks the C library keeps, so that their pages are not new when they are used again
+_HUGE_PAGE_BYTES, _MAX_KEPT_BYTES = 1 << 21, 1 << 28
+_spare_blocks: deque[mmap.mmap] = deque(maxlen=2)  # of sizes between these, which no tensor uses any more
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SPINS = 1000
 """The number of times that a waiting libgomp thread polls before it sleeps. This takes about 20 to 50 us: longer than
@@ -232,17 +236,42 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def empty(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return ``(numel,)`` uninitialised values. Large ones on a CPU are in huge pages where the system has them.
 
-    The first use of a small page takes longer than what is done with it, and a round needs new memory each time.
+    The first use of a page takes longer than what is done with it, and a round needs new memory each time. So the last
+    two blocks of up to 256 MiB are kept to be used again, unless the system needs their pages.
     """
+    import numpy as np
     import torch
 
     num_bytes = numel * dtype.itemsize
     if num_bytes < _HUGE_BYTES or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    block = _spare_block(size) or _new_block(size)
+    values = np.frombuffer(block, dtype=np.uint8)
+    if size <= _MAX_KEPT_BYTES:
+        weakref.finalize(values, _give_back, block).atexit = False  # once no tensor uses them
+    return torch.from_numpy(values[:num_bytes]).view(dtype)
+
+
+def _new_block(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _spare_block(size: int) -> mmap.mmap | None:
+    for block in [block for block in tuple(_spare_blocks) if len(block) == size]:
+        with suppress(ValueError):  # another thread has just taken it
+            _spare_blocks.remove(block)
+            return block
+    return None
+
+
+def _give_back(block: mmap.mmap) -> None:
+    with suppress(OSError):  # the system may take its pages
+        block.madvise(mmap.MADV_FREE)
+    _spare_blocks.append(block)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import CODECS, FP4, Codec, Contribution, Int8, RoundId, Sign, TopK2, make_codec, pieces
+from diloco.algorithm import CODECS, FP4, Codec, Contribution, Float32, Int8, RoundId, Sign, TopK2, make_codec, pieces
 
 BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max
@@ -17,6 +17,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 BOUNDED: dict[str, Callable[[], Codec]] = {
     **{name: partial(make_codec, name) for name in ("float32", "float16", "bfloat16")},
+    "float32-torch": lambda: Float32(implementation="torch"),
     "int8": lambda: Int8(BLOCK, implementation="torch"),
     "fp4": lambda: FP4(BLOCK, implementation="torch"),
     "int8-built": lambda: Int8(BLOCK),

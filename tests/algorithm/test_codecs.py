@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import FP4, Codec, Int8, Sign, TopK2, encode_with_feedback, largest_magnitude, make_codec, pieces
+from diloco.algorithm import (
+    FP4,
+    Codec,
+    Float32,
+    Int8,
+    Sign,
+    TopK2,
+    encode_with_feedback,
+    largest_magnitude,
+    make_codec,
+    pieces,
+)
 from diloco.errors import CodecError, ConfigurationError, ContractError
 from diloco.testing import check_codec, same_bits, spread_values
 from tests.algorithm.codecs import (
@@ -86,7 +97,9 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_is(odd: float, dtype: to
             assert not math.isfinite(largest_magnitude(values))
             values[0] = math.inf
             assert math.isnan(largest_magnitude(values)) == (math.isnan(odd) and place > 0)
-    assert largest_magnitude(torch.linspace(-3, 2, 257).view(1, -1)) == 3.0
+    rows = torch.linspace(-3, 2, 9000).view(3, -1)
+    for values in (rows, rows.t(), rows[:, ::2], rows.flip(0).clone()[1:], rows.requires_grad_()):
+        assert largest_magnitude(values) == values.abs().max()
     assert largest_magnitude(torch.empty(0, dtype=dtype)) == 0.0
 
 
@@ -140,10 +153,12 @@ def test_implementations_agree_bit_for_bit(block_size: int) -> None:
     for kind, numel in product(kinds, (0, 1, 2, 7, 255, 256, 257, 70_001, (1 << 18) + 1)):
         pair = kind(block_size, implementation="torch"), kind(block_size)
         assert_same_bits_either_way(*pair, spread_values(numel), weight=0.3)
+        assert_same_bits_either_way(Float32(implementation="torch"), Float32(), spread_values(numel), weight=0.3)
 
 
 @given(values=vectors, weight=finite_floats)
 def test_implementations_agree_bit_for_bit_on_any_values(values: Tensor, weight: float) -> None:
+    assert_same_bits_either_way(Float32(implementation="torch"), Float32(), values, weight)
     for kind in (Int8, FP4, Sign):
         assert_same_bits_either_way(kind(BLOCK, implementation="torch"), kind(BLOCK), values, weight)
 

@@ -44,10 +44,23 @@ def test_large_memory_is_released_with_its_last_view(numel: int, dtype: torch.dt
     del values
     assert view.item() == 1
     before = resident_bytes()
-    held = empty(1 << 26, dtype).fill_(1)
+    held = empty((1 << 28) // dtype.itemsize + 1, dtype).fill_(1)
     assert resident_bytes() > before + held.nbytes // 2
     del held
     assert resident_bytes() < before + (1 << 22)
+
+
+def test_the_memory_of_the_last_rounds_is_used_again_once_no_tensor_uses_it() -> None:
+    numel = 3 << 23  # 24 MiB of float32 more than what the C library keeps
+    first, second = empty(numel, torch.float32).fill_(1), empty(numel, torch.float32).fill_(2)
+    places = {first.data_ptr(), second.data_ptr()}
+    view = first[-1:]
+    del first
+    assert empty(numel, torch.float32).data_ptr() not in places
+    assert view.item() == 1
+    del view, second
+    third, fourth = (empty(numel, torch.float32) for _ in range(2))
+    assert {third.data_ptr(), fourth.data_ptr()} == places
 
 
 def resident_bytes() -> int:

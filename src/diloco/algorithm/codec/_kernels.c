@@ -76,6 +76,25 @@ INLINE uint32_t largest_magnitude(const float *RESTRICT values, int64_t count) {
 }
 
 
+/* ``largest`` is NaN if any value is: its bits are above those of infinity. */
+EXPORT FOR_EACH_CPU void diloco_float32_largest(const float *values, int64_t count, float *largest) {
+    uint32_t most = 0;
+    for (int64_t start = 0; start < count; start += 4096) {
+        uint32_t here = largest_magnitude(values + start, smaller(4096, count - start));
+        prefetch(values, start + 4096, count, 4096);
+        most = here > most ? here : most;
+    }
+    *largest = float_of(most);
+}
+
+EXPORT FOR_EACH_CPU void diloco_float32_accumulate(const uint8_t *payload, int64_t count, float weight, float *out) {
+    for (int64_t i = 0; i < count; i++) {
+        float value;
+        memcpy(&value, payload + 4 * i, sizeof value);
+        out[i] += weight * value;
+    }
+}
+
 /* ---- int8: a float32 scale per block, a signed byte per value ---------------------------------------------------- */
 
 #define INT8_MAX_SCALE 0x7bffffffu /* float32 max / 128: the product of any byte and a scale is finite */

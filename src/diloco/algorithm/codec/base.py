@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -203,16 +204,30 @@ def _piece_values(device: torch.device) -> int:
 def largest_magnitude(values: Tensor) -> float:
     """Return the largest ``|x|`` in ``values``, of any shape and float type; NaN if any value is NaN, 0 without values.
 
-    It takes a tenth of the time of `torch.isfinite` and an eighth of that of `torch.linalg.vector_norm` (25M values in
-    one thread: 22 ms against 230 and 155 ms), and needs no scratch memory.
+    It takes less than a tenth of the time of `torch.isfinite` or `torch.linalg.vector_norm`, and no scratch memory.
 
     >>> largest_magnitude(torch.tensor([1.0, -3.0])), largest_magnitude(torch.tensor([1.0, math.nan, math.inf]))
     (3.0, nan)
     """
     if not values.numel():
         return 0.0
+    if _is_plain_float32(values) and (kernels := _float32_kernels()):
+        largest = torch.empty((), dtype=torch.float32, device="cpu")
+        kernels["largest"](values.data_ptr(), values.numel(), largest.data_ptr())
+        return float(largest)
     least, greatest = torch.aminmax(values.detach())
     return float(torch.maximum(-least, greatest))  # propagates NaN, unlike `max`
+
+
+def _is_plain_float32(values: Tensor) -> bool:
+    """Return whether values are in host memory, one after the other."""
+    plain = type(values) in (Tensor, torch.nn.Parameter) and values.is_cpu
+    return plain and values.dtype == torch.float32 and values.is_contiguous()
+
+
+@functools.cache
+def _float32_kernels() -> Mapping[str, Callable[..., None]] | None:
+    return native.load("float32", native.FLOAT32, None)
 
 
 def whole_magnitudes(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +301,8 @@ class _Cast(Codec):
 class Float32(_Cast):
     """Unchanged float32, 4 bytes per value. No error.
 
+    ``implementation``: see `diloco.algorithm.codec.native.load`.
+
     >>> Float32().payload_bytes(10)
     40
     """
@@ -294,8 +311,17 @@ class Float32(_Cast):
     wire_type = torch.float32
     exact = True
 
+    def __init__(self, implementation: str | None = None) -> None:
+        self._load_kernels(native.FLOAT32, implementation)
+
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         payload.copy_(values.view(torch.uint8))
+
+    def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
+        if kernel := self._kernel("accumulate", out):
+            kernel(payload.data_ptr(), out.numel(), weight, out.data_ptr())
+        else:
+            super()._accumulate(payload, out, weight)
 
 
 class Float16(_Cast):

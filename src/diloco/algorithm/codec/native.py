@@ -30,6 +30,10 @@ SPARSE = {
     "encode": (_ADDRESS, _COUNT, _ADDRESS),  # values, numel, payload
     "accumulate": (_ADDRESS, _COUNT, _WEIGHT, _ADDRESS),  # payload, numel, weight, out
 }
+FLOAT32 = {
+    "accumulate": (_ADDRESS, _COUNT, _WEIGHT, _ADDRESS),  # payload, numel, weight, out
+    "largest": (_ADDRESS, _COUNT, _ADDRESS),  # values, numel, their largest magnitude
+}
 DIGEST = {"sums": (_ADDRESS, _COUNT, _ADDRESS, _COUNT, _ADDRESS)}  # lanes, their number, keys, block size, sums
 """The functions of a codec and the types of their arguments. Codecs check that tensors fit and are on the CPU."""
 

@@ -287,7 +287,6 @@ class PayloadExchange:
             while len(summing) > at_most:
                 a, b, addends, done = summing.popleft()
                 done.result()
-                check_mean(self.values[a:b], addends)
                 self._send_means(b)
                 within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
                 payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
@@ -306,9 +305,13 @@ class PayloadExchange:
         return factors, (squares, of_sum)
 
     def _sum(self, start: int, stop: int, addends: _Addends, total: float) -> None:
-        """Set a piece of the values to the mean, unless a rule has made it, and validate what nothing else does."""
-        if self.contribution.average_rule is not None:
-            return
+        """Set a piece of the values to the mean, unless a rule has made it, and check the mean."""
+        if self.contribution.average_rule is None:
+            self._sum_piece(start, stop, addends, total)
+        check_mean(self.values[start:stop], addends)  # still in the processor's cache
+
+    def _sum_piece(self, start: int, stop: int, addends: _Addends, total: float) -> None:
+        """Set a piece of the values to the mean, and validate the payloads that nothing else does."""
         parts = {m: (codec, to_device(part, self._device), weight) for m, (codec, part, weight) in addends.items()}
         if not self.contribution.whole:
             for member, (codec, payload, _) in parts.items():
