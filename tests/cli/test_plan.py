@@ -79,6 +79,8 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
         ("--bandwidth 100kbit --data-parallel-steps 0", "This link is too slow for this model: at best "),
         ("--bandwidth 100kbit --data-parallel-steps 0", "These settings need about "),
         ("--bandwidth 30Mbit --algorithm data-parallel", "Take --algorithm diloco --inner-steps "),
+        ("--bandwidth 20Mbit", "and each replica sends 26.3 MB in 2m"),
+        ("--bandwidth 20Mbit --steps 1000000", "B a day."),
     ],
 )
 def test_the_first_line_says_what_to_do(link: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,12 +96,15 @@ def test_a_model_by_its_size_and_gpus_has_the_settings_of_the_nearest_preset(
     assert plan["site"]["step_time_s"] == [pytest.approx(6e9 * 2048 * 1024 / (0.5 * 8 * 989e12))] * 4
     assert plan["site"]["links"] == [{"bandwidth_bits_per_s": 1e9, "latency_s": 0.03}] * 4
     assert not plan["work_is_known"], "of GPUs"
+    one = read("--parameters 1B --gpus 'RTX 4090' --bandwidth 1Gbit", capsys)["site"]["step_time_s"]
+    assert read("--parameters 1B --gpus '2 RTX 4090' --bandwidth 1Gbit", capsys)["site"]["step_time_s"][0] == one[0] / 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("--gpus '8 Z100'", "--gpus '8 Z100' is not a number and a name of B200, "),
+        ("--gpus '0 H100'", "is not a number and a name of"),
         ("--gpus 'many H100'", "is not a number and a name of"),
         ("--gpus H100 --step-time 1s", "both say how long an inner step takes"),
         ("--step-time 1s --latency 3ms --round-trip 6ms", "the latency is half of the round trip"),

@@ -263,15 +263,14 @@ def _site(options: PlanSettings, settings: Configuration, flops_per_token: float
 
 def _peak_flops_per_s(gpus: str) -> float:
     """Return the peak rate in bfloat16 of GPUs such as "8 H100"."""
-    number, _, name = gpus.strip().rpartition(" ")
-    count = 1
-    if number:
-        count = int(number) if number.isdecimal() else 0
-    peak = known_peak_flops_per_s(name, "bfloat16")
+    number, _, rest = gpus.strip().partition(" ")
+    count, name = (int(number), rest.strip()) if number.isdecimal() else (1, gpus.strip())  # a name may have a space
+    known = "|".join(pattern for pattern, *_ in PEAKS).split("|")
+    peak = known_peak_flops_per_s(name, "bfloat16") if name in known else None
     if not count or peak is None:
-        known = ", ".join("|".join(pattern for pattern, *_ in PEAKS).split("|"))
         raise ConfigurationError(
-            f"--gpus {gpus!r} is not a number and a name of {known}. Give the time of an inner step as --step-time."
+            f"--gpus {gpus!r} is not a number and a name of {', '.join(known)}. Give the time of an inner step as "
+            "--step-time."
         )
     return count * peak
 
@@ -281,8 +280,10 @@ def _decision(record: dict[str, Any]) -> str:
     decision, own = record["decision"], record["prediction"]
     rounds, run, now = decision["rounds"], decision["run"], record["run"]
     keeps = f"{run['compute_utilization']:.0%} of the time goes into training"
-    sends = f"each replica sends {format_bytes(run['sent_bytes_per_day'])} a day"
-    sends += " after its start" if run["start_steps"] else ""
+    sends = f"each replica sends {format_bytes(run['sent_bytes'])} in {format_duration(run['wall_s'])}"
+    if run["sent_bytes"] > run["sent_bytes_per_day"]:  # it takes longer than a day
+        sends = f"each replica sends {format_bytes(run['sent_bytes_per_day'])} a day"
+        sends += " after its start" if run["start_steps"] else ""
     flags = {
         "--algorithm diloco": record["algorithm"] == "data-parallel" and rounds["inner_steps"] > 1,
         f"--inner-steps {rounds['inner_steps']}": rounds["inner_steps"] != own["inner_steps"],
@@ -356,11 +357,18 @@ def _report(record: dict[str, Any]) -> str:
         shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     curves = record["curves"]
-    over = ["utilisation over bandwidth", *map(format_rate, curves["bandwidth_bits_per_s"])]
+    over = [f"utilisation over {_axis(site)}", *map(format_rate, curves["bandwidth_bits_per_s"])]
     lines = [[name, *(f"{each:.0%}" for each in row)] for name, row in curves["compute_utilization"].items()]
     tables = facts_table(facts), columns(heads, _fragment_rows(fragments)), columns(over, lines), columns(others, rows)
     note = "A smaller H synchronises more often. sign needs --error-feedback 1. The loss is not predicted."
     return "\n\n".join([_decision(record), *tables, note])
+
+
+def _axis(site: dict[str, Any]) -> str:
+    """Return what a scale of bandwidths means; links of several speeds are all scaled alike."""
+    return (
+        "bandwidth of the fastest" if len({link["bandwidth_bits_per_s"] for link in site["links"]}) > 1 else "bandwidth"
+    )
 
 
 def _draw(record: dict[str, Any], path: Path) -> None:
@@ -377,7 +385,7 @@ def _draw(record: dict[str, Any], path: Path) -> None:
     axes.axvline(
         max(link["bandwidth_bits_per_s"] for link in record["site"]["links"]) / 1e6, color="0.6", linestyle=":"
     )
-    axes.set(xscale="log", xlabel="bandwidth, Mbit/s", ylabel="compute utilisation, %", ylim=(0, 102))
+    axes.set(xscale="log", xlabel=f"{_axis(record['site'])}, Mbit/s", ylabel="compute utilisation, %", ylim=(0, 102))
     axes.legend()
     try:
         figure.savefig(path)
