@@ -211,6 +211,18 @@ def test_mouse_and_keyboard_reach_curves_and_rounds(tmp_path: Path, opened: Open
     until(page, f"{LOSS}.layout.xaxis.title.text === 'tokens'")
 
 
+def test_no_tool_bar_covers_a_curve_and_bytes_have_their_units(tmp_path: Path, opened: Open) -> None:
+    page = opened(recent(tmp_path / "mine", run_of()))
+    page.locator("#figure-loss .nsewdrag").hover()
+    page.wait_for_selector("#figure-loss .modebar-btn")
+    curve = page.locator("#figure-loss .nsewdrag").bounding_box()
+    buttons = [button.bounding_box() for button in page.locator("#figure-loss .modebar-btn").all()]
+    assert [box for box in buttons if box["y"] + box["height"] > curve["y"]] == []
+    labels = page.locator("#figure-sent_bytes .ytick").all_text_contents()
+    assert labels
+    assert [label for label in labels if not re.fullmatch(r"\d+(\.\d+)?[kMGT]?B", label)] == []
+
+
 def test_what_strangers_write_is_shown_as_text(tmp_path: Path, opened: Open) -> None:
     """Markup stays text in names of runs, samples, reasons, notes, facts, settings and curves."""
     told = [
