@@ -39,7 +39,7 @@ def tcp(**arguments: Any) -> None:
         (made, {"transport": connect_tcp(**CONNECT)}, r"must be Transport \| None, got a .*_GeneratorContextManager"),
         (made, {"codec": "fp5"}, "There is no codec 'fp5'; did you mean 'fp4'"),
         (made, {"mean_codec": "sign"}, "'sign' leaves out much of what it encodes, and means have no error feedback"),
-        (made, {"codec": "sign"}, "leaves out much.*error_feedback is False. Use error_feedback=1.0"),
+        (made, {"codec": "sign"}, "leaves out the magnitudes.*error_feedback is False. Use error_feedback=1.0"),
         (made, {"max_norm": 0}, "max_norm must be a finite number above 0, got 0"),
         (made, {"fragments": [3]}, r"fragments must be Sequence\[FragmentLayout\] \| None, got a builtins.list"),
         (made, {"inner_optimizer": [inner(), None]}, "inner_optimizer must be"),

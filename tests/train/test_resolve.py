@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # transports
     ({"network.transport": "swarm"}, "'swarm' needs the name of the run. Use --run NAME"),
     ({"network.run": "mine"}, "network.run='mine' .* use --transport swarm"),
-    (PEERS | {"algorithm": "data-parallel"}, "algorithm='data-parallel' .* use --transport in-process or tcp"),
+    (PEERS | {"algorithm": "data-parallel"}, "algorithm='data-parallel' .* use --transport in-process or torch or tcp"),
     (PEERS | {"network.min_replicas": 5}, "replicas must be at least network.min_replicas=5, got 4"),
     (PEERS | {"data.streaming": True}, "data.streaming=True can't be used with network.transport='swarm'"),
     ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .* use --transport swarm"),

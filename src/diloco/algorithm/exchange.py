@@ -26,9 +26,6 @@ _MOST_SHARE = 2.0  # the most that a replica owns, in equal shares: the others c
 _HALVINGS = 60
 
 _AUTO: tuple[Codec, ...] = Float32(), Int8(), FP4()
-MEASURED_COSTS = {"int8": "0.01 %", "fp4": "0.23 %"}
-"""The largest change of the loss by encoded means, in runs of 4 to 16 replicas with contributions in fp4."""
-
 
 MeanCodec = Codec | str
 """The codec in which the owner of a range sends its mean to the other replicas, its name, or "auto" (`mean_codecs`)."""
@@ -173,10 +170,11 @@ def plan_exchange(
     chosen = next(index for index, late in enumerate(late_s) if late * _WORTH_IT <= min(late_s))
     if chosen == 0:
         return plans[0]
-    name, usual = plans[chosen].mean.name, plans[0].mean.name
+    coarser, usual = plans[chosen].mean, plans[0].mean
     words = (
-        f"the uplinks can't carry a round with means in {usual} within its overlap, so means are sent in {name}. In "
-        f"measurements this changed the loss by at most {MEASURED_COSTS[name]}. The codec of means can also be set"
+        f"the uplinks can't carry a round with means in {usual.name} within its overlap, so means are sent in "
+        f"{coarser.name}. In measurements this changed the loss by at most {coarser.cost_of_means}. The codec of means "
+        "can also be set"
     )
     return replace(plans[chosen], choice=words)
 

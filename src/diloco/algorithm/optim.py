@@ -66,6 +66,11 @@ class Sgd:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
 
+    @property
+    def lasting_gain(self) -> float:
+        """What each of many equal means moves values by, as a multiple of it, at the highest learning rate."""
+        return _peak(self.learning_rate)
+
     def init(self, values: Tensor) -> OuterState:
         return OuterState()
 
@@ -98,6 +103,11 @@ class Nesterov:
         _check("learning_rate", self.learning_rate)
         _check("momentum", self.momentum, 1)
 
+    @property
+    def lasting_gain(self) -> float:
+        """As that of `Sgd`."""
+        return round(_peak(self.learning_rate) / (1 - _peak(self.momentum)), 12)
+
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"momentum": torch.zeros_like(values)})
 
@@ -126,6 +136,10 @@ def nesterov(
 def sgd(learning_rate: float = 1.0, outer_steps: int = 1, schedule: Any = "constant", final_ratio: float = 0.0) -> Sgd:
     """Return `Sgd` as settings describe it; its schedule spans ``outer_steps``."""
     return Sgd(learning_rate=_scheduled(learning_rate, outer_steps, schedule, final_ratio))
+
+
+def _peak(value: ScalarSchedule) -> float:
+    return value.peak if isinstance(value, ValueSchedule) else at(value, 0)
 
 
 def _scheduled(rate: float, outer_steps: int, kind: Any, final_ratio: float) -> ScalarSchedule:

@@ -57,6 +57,10 @@ class Registry:
                 "FILE.py:Class."
             )
 
+    def component(self, name: str) -> Any:
+        """Return the class, or the function that makes it, of a known component; None for the user's own."""
+        return None if is_own(name) else _load(self.known[name])
+
     def make(self, name: str, arguments: Mapping[str, Any] | None = None, **offered: Any) -> Any:
         """Make the component that is known as ``name``, or the user's own if it is ``module:Class``.
 
@@ -206,12 +210,6 @@ class SyncSettings:
     def whole_contributions(self) -> bool:
         """Whether averages need whole contributions, so that every payload is sent to every replica."""
         return self.average != "mean" or self.max_norm is not None
-
-    @property
-    def lasting_gain(self) -> float | None:
-        """The gain ``lr / (1 - mu)`` of resolved settings, by which equal means move values; None for others."""
-        momentum, rate = {"nesterov": self.outer_momentum, "sgd": 0.0}.get(self.outer), self.outer_learning_rate
-        return None if momentum is None or rate is None else round(rate / (1 - momentum), 12)
 
     def __post_init__(self) -> None:
         for role, arguments in self.arguments.items():

@@ -14,6 +14,7 @@ from diloco.monitor import MonitorSettings
 from diloco.plugins import confirm_file
 from diloco.train import RunSettings
 from diloco.traits import Trait
+from diloco.transport import TRANSPORTS, NetworkSettings, TransportTraits
 
 DEFAULT_PRESET = "tiny"
 FINETUNE = "finetune"  # has no model of its own
@@ -78,7 +79,7 @@ def compose(line: CommandLine) -> Configuration:
     """
     in_file, asked = values_in_file(line), asked_values(line)
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
-    if asked.get("network.transport") == "swarm":
+    if _transport(asked).elastic:
         preset["network.replicas"] = 1  # a swarm begins with its first peer
     if (init_from := asked.get("train.init_from")) is not None and asked.get("model.source") is None:
         preset |= _model_of_folder(init_from.expanduser())
@@ -202,13 +203,17 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         "optimizer.warmup_steps": min(values["optimizer.warmup_steps"], steps // 4),
         "model.arguments": preset.model.arguments(),
     }
-    without_start, over_links = tables.get(f"{name}-without-start"), asked.get("network.transport") in ("tcp", "swarm")
+    without_start, over_links = tables.get(f"{name}-without-start"), _transport(asked).meets
     if without_start is not None and over_links and "train.data_parallel_steps" not in asked:
         values |= typed_values(without_start, RunSettings, name)
         rounds = steps // max(1, asked.get("sync.inner_steps", values["sync.inner_steps"]))
         rising = {"outer": {"momentum_warmup": rounds * 2 // 3}}
         values |= {"train.data_parallel_steps": 0, "sync.arguments": rising}
     return values if preset.model.vocab_size is None else values | {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
+
+
+def _transport(asked: Mapping[str, Any]) -> TransportTraits:
+    return TRANSPORTS[asked.get("network.transport", NetworkSettings.transport)]
 
 
 def _finetune_values(asked: Mapping[str, Any]) -> Values:
@@ -232,7 +237,7 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
         values |= short if steps < _SHORT_RUN_ROUNDS * inner_steps else long
     if asked.get("model.lora_rank") == 0:  # all weights are trained
         values["optimizer.learning_rate"] = 2e-5
-    if asked.get("model.source") is not None and asked.get("network.transport") == "swarm":
+    if asked.get("model.source") is not None and _transport(asked).elastic:
         values["network.run"] = f"finetune-{ModelSettings(source=asked['model.source']).label}"
     return values
 

@@ -33,6 +33,7 @@ from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.private_files import read_regular
 from diloco.train import notes, resolve
 from diloco.traits import Trait
+from diloco.transport import TRANSPORTS
 
 if TYPE_CHECKING:
     from diloco.data import Corpus
@@ -133,9 +134,11 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     confirm(source, saved, line.values)
     places = {name: value for name, value in _chosen(settings).items() if name not in line.values}
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
-    transports = {saved["network.transport"], wanted["network.transport"]}
-    decided = {"network.replica_size"} | ({"network.replicas"} if transports != {"swarm"} else set())
-    if "swarm" in transports:  # it divides the data in another way
+    elastic = [TRANSPORTS[each["network.transport"]].elastic for each in (saved, wanted)]
+    decided = {"network.replica_size"}
+    if not all(elastic):
+        decided.add("network.replicas")
+    if any(elastic):  # a swarm divides the data in another way
         decided.add("network.transport")
     fixed = []
     for name in line.values:

@@ -21,8 +21,9 @@ MAX_TOKENIZER_BYTES = 1 << 28
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 
-TEMPLATES = ("chatml", "plain")
-"""The chat templates that come with the package, in ``templates``."""
+_TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
+"""The chat templates that come with the package."""
 
 
 def template_file(format: str) -> Path | None:
@@ -34,7 +35,7 @@ def template_file(format: str) -> Path | None:
     if format == "chat":
         return None
     if format in TEMPLATES:
-        return Path(__file__).with_name("templates") / f"{format}.jinja"
+        return _TEMPLATES / f"{format}.jinja"
     if format.endswith(".jinja"):
         return Path(format).expanduser()
     names = "chat", *TEMPLATES
@@ -53,7 +54,7 @@ class DataSettings:
     made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
     text_field: Annotated[str, Trait.NO_PLACE] = "text"
     """Field of records that holds the text."""
-    format: Annotated[str, arg(metavar="{text,chat,chatml,plain,FILE.jinja}")] = "text"
+    format: Annotated[str, arg(metavar=f"{{text,chat,{','.join(TEMPLATES)},FILE.jinja}}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers: records with the field
     messages, or the fields prompt and completion. chatml, plain, or a Jinja file: the same, with this chat template
     instead of the tokenizer's own; plain works with every tokenizer."""

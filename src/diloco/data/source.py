@@ -45,8 +45,7 @@ DOCUMENT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex",
     ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
 })
-RECORD_SUFFIXES = frozenset({".jsonl", ".jsonlines", ".ndjson", ".parquet"})
-"""The files that are read of a folder. ``.json`` is not among them, because it often describes a folder."""
+"""The documents that are read of a folder."""
 
 MAX_RECORD_BYTES = 256_000_000
 """The longest line of a file of records, and the longest text in a record."""
@@ -498,6 +497,9 @@ _READ: dict[str, Callable[[Any, str], Iterator[Row]]] = {
     **dict.fromkeys((".csv", ".tsv", ".arrow", ".feather", ".orc", ".xlsx"), _refuse_table),
 }
 """Suffix -> what reads the records of a file. Every other file is one document."""
+
+RECORD_SUFFIXES = frozenset(suffix for suffix, read in _READ.items() if read not in (_read_json, _refuse_table))
+"""The files of records that are read of a folder. ``.json`` isn't among them, because it often describes a folder."""
 
 _ZSTANDARD_BYTES = 1 << 11
 """How much is unpacked at once: at most 32,768 times this."""

@@ -185,8 +185,8 @@ def check_arguments(arguments: Arguments) -> None:
     merge, average, codec = arguments.merge, arguments.average, arguments.codec
     if codec.needs_error_feedback and not arguments.error_feedback:
         raise ConfigurationError(
-            f"codec={codec.name!r} leaves out much of a pseudo-gradient, which is lost without error feedback, but "
-            f"error_feedback is {arguments.error_feedback!r}. Use error_feedback=1.0, or another codec."
+            f"codec={codec.name!r} leaves out {codec.left_out}, so it needs error feedback, but error_feedback is "
+            f"{arguments.error_feedback!r}. Use error_feedback={codec.usual_error_feedback}, or another codec."
         )
     mean = arguments.mean_codec
     if isinstance(mean, Codec) and mean.needs_error_feedback:

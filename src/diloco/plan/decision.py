@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diloco.algorithm import make_codec
-from diloco.plan.prediction import INNER_STEPS, Prediction, predict, utilization
+from diloco.plan.prediction import INNER_STEPS, Prediction, codecs_by_size, predict, utilization
 from diloco.plan.simulate import Exchange, Site
 
 ENOUGH = 0.95
@@ -20,7 +19,6 @@ LEAST_ROUNDS = 10
 SHORTEST_START = 10
 """Steps of a shared start below which none is proposed."""
 
-_CODECS = ("float32", "bfloat16", "int8", "fp4")  # from precise to coarse; `sign` needs error feedback, so who wants it
 _WIDEST = 1e4  # the largest factor by which more bandwidth is looked for
 _DAY_S = 86_400.0
 
@@ -94,9 +92,11 @@ def _choices(exchange: Exchange, site: Site, steps: int) -> Iterator[Exchange]:
         exchange = replace(exchange, gradients=False)  # the whole model is sent every H steps instead
     own, codec = exchange.schedule, exchange.codec
     most = max(own.inner_steps, steps // LEAST_ROUNDS)
-    coarser = _CODECS[_CODECS.index(codec.name) + 1 :] if codec.name in _CODECS else ()
+    known = codecs_by_size(with_feedback=False)  # who wants that asks for it
+    names = [codec.name for codec in known]
+    coarser = known[names.index(codec.name) + 1 :] if codec.name in names else []
     for inner_steps in (own.inner_steps, *(H for H in INNER_STEPS if own.inner_steps < H <= most)):
-        for each in (codec, *map(make_codec, coarser)):
+        for each in (codec, *coarser):
             schedule = replace(own, inner_steps=inner_steps, offsets=None)
             changed = replace(exchange, schedule=own if inner_steps == own.inner_steps else schedule, codec=each)
             yield changed

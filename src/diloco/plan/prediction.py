@@ -3,11 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
-from diloco.algorithm import make_codec
+from diloco.algorithm import CODECS, Codec, make_codec
 from diloco.plan.simulate import IDEAL, Exchange, Parcel, Simulated, Site, simulate
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
-CODECS = ("float32", "bfloat16", "int8", "fp4", "sign")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,22 @@ def _simulated(exchange: Exchange, site: Site) -> tuple[tuple[Parcel, ...], Simu
     return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
 
 
+def codecs_by_size(*, with_feedback: bool = True) -> list[Codec]:
+    """Return the codecs of this package, from precise to coarse; of equally large ones the last.
+
+    Args:
+        with_feedback: whether also those that need error feedback.
+
+    >>> [codec.name for codec in codecs_by_size()]
+    ['float32', 'bfloat16', 'int8', 'fp4', 'sign', 'topk2']
+    """
+    by_size = {}
+    for codec in map(make_codec, CODECS.names):
+        if with_feedback or not codec.needs_error_feedback:
+            by_size[codec.payload_bytes(1 << 20)] = codec
+    return [codec for _, codec in sorted(by_size.items(), reverse=True)]
+
+
 def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple[Prediction, ...]:
     """Predict ``exchange`` with every H and codec in place of its own, and with its own.
 
@@ -103,7 +118,7 @@ def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple
     own = exchange.schedule
     least = max(own.num_fragments, own.overlap_steps)
     schedules = {H: replace(own, inner_steps=H, offsets=None) for H in INNER_STEPS if least <= H <= most_steps}
-    named = {codec.name: codec for codec in map(make_codec, CODECS)}
+    named = {codec.name: codec for codec in codecs_by_size()}
     if not exchange.gradients:
         schedules[own.inner_steps], named[exchange.codec.name] = own, exchange.codec
     rows = [

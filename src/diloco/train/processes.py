@@ -86,17 +86,18 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     (1, 1, 'a:1')
     """
     started = 1 if torchrun is None else torchrun.world_size
-    if settings.transport in ("in-process", "swarm"):
+    starts, name = settings.traits.starts, settings.transport
+    if starts in ("alone", "peer"):
         if started > 1:
             raise ConfigurationError(
-                f"torchrun started {started} processes, but network.transport={settings.transport!r} uses a single "
-                "one. Use --transport torch."
+                f"torchrun started {started} processes, but network.transport={name!r} uses a single one. "
+                "Use --transport torch."
             )
-        return Role("alone" if settings.transport == "in-process" else "peer")
-    if settings.transport == "torch":
+        return Role(starts)
+    if starts == "torchrun":
         if torchrun is None:
             raise ConfigurationError(
-                "network.transport='torch' needs torchrun, which starts all processes: torchrun --nproc-per-node "
+                f"network.transport={name!r} needs torchrun, which starts all processes: torchrun --nproc-per-node "
                 f"{settings.num_ranks} -m diloco train ... Or use --transport tcp, with which this command starts them."
             )
         if started != settings.num_ranks:
@@ -107,7 +108,7 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
         return Role("rank", *divmod(torchrun.rank, settings.replica_size), torchrun=torchrun)
     if started != settings.replica_size:
         raise ConfigurationError(
-            f"network.transport='tcp' needs a torchrun of its own for every replica of several ranks: torchrun "
+            f"network.transport={name!r} needs a torchrun of its own for every replica of several ranks: torchrun "
             f"--nproc-per-node {settings.replica_size} -m diloco train --replica M --join HOST:PORT ..., but {started} "
             "processes were started together. Use --transport torch if one torchrun starts all replicas."
         )

@@ -18,9 +18,10 @@ from diloco.data import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
+from diloco.plugins import is_own
 from diloco.private_files import check_url
 from diloco.traits import Trait
-from diloco.transport import EmulateSettings, NetworkSettings
+from diloco.transport import EmulateSettings, NetworkSettings, transports
 
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
 
@@ -157,10 +158,6 @@ class RunSettings:
         self.emulate.check(self.network)
 
 
-# what a codec leaves out, and the error feedback that suits it
-_LEFT_OUT = {"sign": ("the magnitudes", 1.0), "topk2": ("98 % of the values", 0.95)}
-_GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
-
 LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale
 
 _MANY_ROUNDS, _HIGH_GAIN = 50, 2.0
@@ -186,10 +183,12 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     number, overlap = _fragments_and_overlap(settings, num_layers)
     OUTER_OPTIMIZERS.check(sync.outer)
     AVERAGES.check(sync.average)
+    mean_codec = None
     if sync.mean_codec != "auto":
         CODECS.check(sync.mean_codec)
+        mean_codec = CODECS.component(sync.mean_codec)
     _refuse_if(
-        sync.mean_codec in _LEFT_OUT,
+        mean_codec is not None and mean_codec.needs_error_feedback,
         f"sync.arguments.average.codec={sync.mean_codec!r} leaves out much of what it encodes, and means have no error "
         "feedback. Use another, such as int8 or fp4.",
     )
@@ -228,7 +227,7 @@ def make_schedule(settings: RunSettings) -> SyncSchedule:
 
 def notes(settings: RunSettings) -> tuple[str, ...]:
     """Return warnings, a sentence each, about resolved settings that are allowed but probably a mistake."""
-    start, schedule, gain = settings.train.data_parallel_steps, make_schedule(settings), settings.sync.lasting_gain
+    start, schedule, sync = settings.train.data_parallel_steps, make_schedule(settings), settings.sync
     steps = settings.train.steps - start
     if settings.algorithm not in ("streaming", "diloco") or steps <= 0:
         return ()
@@ -239,37 +238,45 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
             f"{' after the shared start' if start else ''} are fewer than sync.inner_steps={schedule.inner_steps}.",
         )
     # after a shared start, or a rise of the momentum, a high gain was best even with 40 rounds (benchmarks/parity)
-    rises = settings.sync.arguments_of("outer").get("momentum_warmup", 0) > 0
-    if gain is not None and gain > _HIGH_GAIN and rounds < _MANY_ROUNDS and not (start or rises):
-        return (
-            f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({rounds}) for its momentum "
-            f"to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
-            "--outer-learning-rate 0.7 --outer-momentum 0.6.",
-        )
-    return ()
+    rises = sync.arguments_of("outer").get("momentum_warmup", 0) > 0
+    if rounds >= _MANY_ROUNDS or start or rises or is_own(sync.outer):
+        return ()
+    chosen = {"learning_rate": sync.outer_learning_rate, "momentum": sync.outer_momentum, "outer_steps": rounds}
+    outer = OUTER_OPTIMIZERS.make(sync.outer, sync.arguments_of("outer"), **chosen)
+    gain = getattr(outer, "lasting_gain", 0.0)
+    if gain <= _HIGH_GAIN:
+        return ()
+    return (
+        f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({rounds}) for its momentum "
+        f"to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
+        "--outer-learning-rate 0.7 --outer-momentum 0.6.",
+    )
 
 
 def _codec(settings: RunSettings) -> str:
     sync, algorithm = settings.sync, settings.algorithm
     name = sync.codec or ("fp4" if algorithm == "streaming" else "float32")
     CODECS.check(name)
+    if sync.codec is None and not sync.error_feedback:
+        return name  # its class is not needed, which loads torch
+    codec = CODECS.component(name)
+    if algorithm == "data-parallel" and not (codec and codec.carries_gradients):
+        suited = [known for known in CODECS.names if CODECS.component(known).carries_gradients]
+        raise ConfigurationError(
+            f"sync.codec={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec "
+            f"{' or '.join(suited)}, or --algorithm streaming or diloco, which send pseudo-gradients."
+        )
     _refuse_if(
-        algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
-        f"sync.codec={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
-        f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
-    )
-    _refuse_if(
-        sync.error_feedback > 0 and (name == "float32" or algorithm == "data-parallel"),
+        sync.error_feedback > 0 and (algorithm == "data-parallel" or (codec is not None and codec.exact)),
         f"sync.error_feedback={sync.error_feedback:g} can't be used with sync.codec={name!r} and algorithm="
         f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
         "streaming or diloco.",
     )
-    what, feedback = _LEFT_OUT.get(name, ("", 0.0))
-    _refuse_if(
-        feedback > 0 and not sync.error_feedback,
-        f"sync.codec={name!r} leaves out {what}, which are lost without error feedback. Add --error-feedback "
-        f"{feedback:g}, for example.",
-    )
+    if codec is not None and codec.needs_error_feedback and not sync.error_feedback:
+        raise ConfigurationError(
+            f"sync.codec={name!r} leaves out {codec.left_out}, which are lost without error feedback. Add "
+            f"--error-feedback {codec.usual_error_feedback:g}, for example."
+        )
     return name
 
 
@@ -360,19 +367,19 @@ _NEEDS = (
     _Need("sync.arguments.average.max_norm", "algorithm", _OUTER_LOOPS, attribute="max_norm"),
     _Need("sync.merge_alpha", "algorithm", ("streaming",)),
     _Need("sync.overlap_steps", "algorithm", ("streaming",)),
-    _Need("network.straggler", "network.transport", ("swarm",), always=("wait",)),
-    _Need("network.run", "network.transport", ("swarm",)),
-    _Need("network.allow", "network.transport", ("swarm",)),
-    _Need("network.announce", "network.transport", ("swarm",)),
-    _Need("network.replica", "network.transport", ("tcp", "swarm"), always=(None,)),
-    _Need("network.replica_size", "network.transport", ("in-process", "tcp", "torch"), always=(1,)),
-    _Need("network.join", "network.transport", ("tcp", "swarm")),
-    _Need("network.listen", "network.transport", ("tcp", "swarm")),
-    _Need("network.secret_file", "network.transport", ("tcp", "swarm")),
+    _Need("network.straggler", "network.transport", transports(elastic=True), always=("wait",)),
+    _Need("network.run", "network.transport", transports(elastic=True)),
+    _Need("network.allow", "network.transport", transports(elastic=True)),
+    _Need("network.announce", "network.transport", transports(elastic=True)),
+    _Need("network.replica", "network.transport", transports(meets=True), always=(None,)),
+    _Need("network.replica_size", "network.transport", transports(replicas_of_ranks=True), always=(1,)),
+    _Need("network.join", "network.transport", transports(meets=True)),
+    _Need("network.listen", "network.transport", transports(meets=True)),
+    _Need("network.secret_file", "network.transport", transports(meets=True)),
     # replicas that join and leave can't average gradients at every step
-    _Need("algorithm", "network.transport", ("in-process", "tcp", "torch"), always=_OUTER_LOOPS),
-    _Need("data.local", "network.transport", ("torch", "tcp", "swarm")),
-    _Need("network.on_loss", "network.transport", ("in-process", "tcp", "swarm"), always=("stop",)),
+    _Need("algorithm", "network.transport", transports(elastic=False), always=_OUTER_LOOPS),
+    _Need("data.local", "network.transport", transports(alone=False)),
+    _Need("network.on_loss", "network.transport", transports(goes_on=True), always=("stop",)),
 )
 
 
@@ -388,9 +395,9 @@ def _check_together(settings: RunSettings) -> None:
         "Use --transport torch --train.parallelism ddp.",
     )
     _refuse_if(
-        network.transport == "tcp" and network.replica_size > 1 and settings.train.parallelism == "ddp",
-        "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
-        "Use --train.parallelism fsdp, or --transport torch.",
+        network.traits.meets and network.replica_size > 1 and settings.train.parallelism == "ddp",
+        f"train.parallelism='ddp' can't be used with network.transport={network.transport!r}, over which each rank "
+        "sends its own shard. Use --train.parallelism fsdp, or --transport torch.",
     )
     if network.elastic:
         _refuse_if(

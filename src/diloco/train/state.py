@@ -21,6 +21,7 @@ from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
 from diloco.train.replica import load_process_random, process_random
 from diloco.trained import REST, rest_of_state, saved_once
+from diloco.transport import transports
 
 if TYPE_CHECKING:
     from diloco.train.session import Session
@@ -266,8 +267,8 @@ def checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
 
 def _transport_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
     """Return the state for the session's fleet, over whichever transport it was saved."""
-    together = session.settings.network.transport == "in-process"  # all replicas in this process
-    saved_together = state["name"] == "in-process"
+    together = session.settings.network.traits.alone  # all replicas in this process
+    saved_together = state["name"] in transports(alone=True)
     if together and not saved_together:
         return {"traffic": [each.load("run")["transport"]["traffic"] for each in saved.values()], "network": None}
     if saved_together and not together:

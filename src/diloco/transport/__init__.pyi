@@ -29,9 +29,12 @@ from .secret import derive_key as derive_key
 from .secret import new_secret as new_secret
 from .secret import read_secret as read_secret
 from .settings import NOWHERE as NOWHERE
+from .settings import TRANSPORTS as TRANSPORTS
 from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
+from .settings import TransportTraits as TransportTraits
 from .settings import multiaddress as multiaddress
+from .settings import transports as transports
 from .swarm.connect import SwarmPlace as SwarmPlace
 from .swarm.governance import Order as Order
 from .swarm.identity import Admission as Admission

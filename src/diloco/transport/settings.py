@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 from tyro.conf import arg
@@ -20,10 +21,55 @@ NOWHERE = "nowhere"  # of a peer behind a router, to which nobody can connect
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransportTraits:
+    """What holds for a transport. Settings, commands and checkpoints decide by this, not by its name."""
+
+    starts: Literal["alone", "torchrun", "launched", "peer"]
+    """Who starts the processes. alone: one has all replicas; torchrun: one torchrun starts all; launched: one for each
+    replica, by this command or with ``--replica`` on its machine; peer: one for each, whenever somebody likes."""
+    meets: bool = False  # whether processes meet at addresses, over links between sites (``--join``, ``--listen``)
+    elastic: bool = False  # whether replicas come and go while the others train
+    replicas_of_ranks: bool = False  # whether a replica may be several processes
+    goes_on: bool = True  # whether the others can go on after a loss
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process has all replicas."""
+        return self.starts == "alone"
+
+
+TRANSPORTS: Mapping[str, TransportTraits] = {
+    "in-process": TransportTraits(starts="alone", replicas_of_ranks=True),
+    "torch": TransportTraits(starts="torchrun", replicas_of_ranks=True, goes_on=False),
+    "tcp": TransportTraits(starts="launched", meets=True, replicas_of_ranks=True),
+    "swarm": TransportTraits(starts="peer", meets=True, elastic=True),
+}
+"""The transports that ``--transport`` may name; `diloco.train.NETWORKS` connects them."""
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal[tuple(TRANSPORTS)]
+
+
+def transports(**traits: object) -> tuple[str, ...]:
+    """Return the transports that have these traits.
+
+    >>> transports(meets=True)
+    ('tcp', 'swarm')
+    """
+    names = []
+    for name, transport in TRANSPORTS.items():
+        if all(getattr(transport, trait) == value for trait, value in traits.items()):
+            names.append(name)
+    return tuple(names)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
-    transport: Annotated[Literal["in-process", "torch", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
+    transport: Annotated[TransportName, arg(aliases=["--transport"])] = "in-process"
     """in-process: all replicas here; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica; swarm: they
     join and leave."""
     replicas: Annotated[int, Meta(ge=1), arg(aliases=["--replicas"])] = 4
@@ -62,8 +108,13 @@ class NetworkSettings:
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
 
     @property
+    def traits(self) -> TransportTraits:
+        """What holds for the transport."""
+        return TRANSPORTS[self.transport]
+
+    @property
     def elastic(self) -> bool:
-        return self.transport == "swarm"
+        return self.traits.elastic
 
     @property
     def num_ranks(self) -> int:
@@ -101,7 +152,7 @@ class NetworkSettings:
     @property
     def listen_at(self) -> tuple[str, range]:
         """The host and the ports to listen at, as `parse_listen` returns them."""
-        nowhere = self.listen == NOWHERE and self.transport == "swarm"
+        nowhere = self.listen == NOWHERE and self.traits.starts == "peer"
         return parse_listen(":0" if self.listen is None or nowhere else self.listen)
 
     def __post_init__(self) -> None:
@@ -109,17 +160,18 @@ class NetworkSettings:
         if not self.elastic:
             check_whole("network.min_replicas", self.min_replicas, 1, self.replicas)
             check_whole("network.replica", self.replica or 0, 0, self.replicas - 1)
-        if self.transport != "in-process" and not self.silence < self.round_timeout:
+        if not self.traits.alone and not self.silence < self.round_timeout:
             raise ConfigurationError(
                 "network.silence must be less than network.round_timeout, got "
                 f"{Duration(self.silence)} and {Duration(self.round_timeout)}."
             )
         _ = self.listen_at  # raises
-        if self.transport == "tcp" and len(self.join) > 1:
-            raise ConfigurationError(f"--join must be one address HOST:PORT with --transport tcp, got {self.join}.")
+        if self.traits.starts == "launched" and len(self.join) > 1:
+            name = self.transport
+            raise ConfigurationError(f"--join must be one address HOST:PORT with --transport {name}, got {self.join}.")
         for address in self.announce:
             multiaddress(address, "network.announce")
-        for address in self.join if self.transport == "swarm" else ():
+        for address in self.join if self.traits.starts == "peer" else ():
             if "/p2p/" not in address:
                 raise ConfigurationError(
                     "--join must be an address as a peer prints it, such as "
@@ -147,7 +199,7 @@ class EmulateSettings:
         """
         for name in ("bandwidth", "latency", "step_time"):
             values = getattr(self, name)
-            if values and network.transport != "in-process":
+            if values and not network.traits.alone:
                 raise ConfigurationError(
                     f"emulate.{name} can't be used with network.transport={network.transport!r}, because only replicas "
                     "in one process share a virtual clock. Use --transport in-process, or leave it out."

@@ -157,6 +157,7 @@ class Int8(BlockwiseCodec):
     """
 
     name = "int8"
+    cost_of_means = "0.01 %"
     saturation_limit = 127 * 2.0**121 - 2.0**104  # the largest float32 whose 127th is no more than the largest scale
     scale_type = torch.float32
     codes_per_byte = 1
@@ -215,6 +216,7 @@ class FP4(BlockwiseCodec):
     """
 
     name = "fp4"
+    cost_of_means = "0.23 %"
     saturation_limit = float(torch.tensor(0x7F400000 - 1, dtype=torch.int32, device="cpu").view(torch.float32))
     scale_type = torch.uint8
     codes_per_byte = 2
@@ -274,6 +276,7 @@ class Sign(BlockwiseCodec):
     name = "sign"
     saturation_limit = LARGEST_BFLOAT16
     needs_error_feedback = True
+    left_out = "the magnitudes"
     scale_type = torch.bfloat16
     codes_per_byte = 8
 

@@ -53,6 +53,8 @@ class TopK2(Codec):
     saturation_limit = LARGEST_BFLOAT16
     block_size = _TILE
     needs_error_feedback = True
+    left_out = "98 % of the values"
+    usual_error_feedback = 0.95
 
     def __init__(self, *, implementation: Literal["torch", "native"] | None = None) -> None:
         self._load_kernels(native.SPARSE, implementation)
