@@ -223,7 +223,7 @@ def test_strangers_together_can_not_fill_the_memory_either(rank: Rank, begun: bo
         rank.handle(Begun(VIEW, member=True))
     for stranger in range(100, 120):
         rank.handle(Connected(stranger, 1000 + stranger, f"host:{stranger}"))
-        rank.hear(stranger, FactsMessage(Entry(stranger, f"host:{stranger}", {"x": "y" * 4000})))
+        rank.hear(stranger, FactsMessage(Entry(stranger, f"host:{stranger}", "key", {"x": "y" * 4000})))
         with contextlib.suppress(ValueError):
             for _ in range(20):
                 rank.hear(stranger, FAR)
@@ -317,9 +317,9 @@ def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views(
 
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     """Also if it sent them before this rank knew who is a member, and under a rank that is none."""
-    rank.handle(Announced(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))))
+    rank.handle(Announced(FactsMessage(Entry(0, "host:0", "key", {"codec": "fp4"}))))
     for sender in (4, 2):
-        rank.hear(sender, FactsMessage(Entry(sender, f"host:{sender}", {"codec": "int8"})))
+        rank.hear(sender, FactsMessage(Entry(sender, f"host:{sender}", "key", {"codec": "int8"})))
         assert not rank.machine.said.refusal()
     rank.handle(Begun(VIEW, member=True))
     assert "replica 1 (host:2) has codec = int8" in rank.machine.said.refusal()
@@ -329,10 +329,10 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
 @pytest.mark.parametrize("survive", [True, False])
 def test_facts_of_any_other_member_that_differ_refuse_a_rank_that_begins(dissenter: int | None, survive: bool) -> None:
     machine = first_of_three(survive=survive)
-    machine.handle(0.0, Announced(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))))
+    machine.handle(0.0, Announced(FactsMessage(Entry(0, "host:0", "key", {"codec": "fp4"}))))
     for rank in (1, 2):
         facts = {"codec": "int8" if rank == dissenter else "fp4"}
-        machine.handle(0.0, Received(rank, FactsMessage(Entry(rank, f"host:{rank}", facts))))
+        machine.handle(0.0, Received(rank, FactsMessage(Entry(rank, f"host:{rank}", "key", facts))))
     assert bool(machine.said.refusal()) == (dissenter is not None)
 
 

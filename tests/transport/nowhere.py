@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from diloco.errors import RendezvousError
 from diloco.protocol import Entry, Rules
-from diloco.transport import Address, Credentials, Place
+from diloco.transport import Address, Credentials, Place, TcpStreams
 from tests.transport.relays import frame, plain_stranger_at
 from tests.transport.wires import QUICK
 
@@ -60,7 +61,8 @@ def rules(**given: Any) -> Rules:
 @contextmanager
 def registering(address: Address, entry: Entry) -> Iterator[None]:
     """Register a rank that listens nowhere, and ask again and again as a rank does."""
-    credentials, done = Credentials("tcp", ""), threading.Event()
+    credentials, done = Credentials(), threading.Event()
+    entry = replace(entry, key=TcpStreams(credentials).me)
 
     def ask() -> None:
         while not done.wait(0.05):
@@ -84,7 +86,7 @@ def answering(known: object) -> Iterator[Address]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def lie() -> None:
-            with Credentials("tcp", "").listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
+            with Credentials().listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
                 asking.sendall(b"+" + frame(known))
                 asking.recv(1 << 16)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 import ssl
 import struct
@@ -159,15 +160,14 @@ def _size(data: bytes, *, parts: bool) -> int:
 def relayed() -> Iterator[Relays]:
     """Send every connection that asyncio opens in this process through a relay, without TLS."""
 
-    everybody = b"the key of everybody"
+    make, everybody = Credentials.__init__, b"the key of everybody"
 
-    async def unsecured(
-        self: Credentials, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, listening: bool
-    ) -> bytes:
-        self.public_key = everybody
-        return everybody
+    def make_equal(self: Credentials, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        self.public_key, self.certificate = everybody, hashlib.sha256(everybody).hexdigest().encode()
 
-    with mock.patch.object(Credentials, "secure", unsecured), observed(Relays()) as relays:
+    secure = mock.AsyncMock(return_value=everybody)
+    with mock.patch.multiple(Credentials, __init__=make_equal, secure=secure), observed(Relays()) as relays:
         yield relays
 
 
@@ -194,9 +194,10 @@ def plain_stranger_at(address: Any) -> socket.socket:
     return stranger
 
 
-def stranger_at(address: Any, secret: str = "") -> ssl.SSLSocket:
+def stranger_at(address: Any, secret: str = "", credentials: Credentials | None = None) -> ssl.SSLSocket:
     """Open a connection as a process of another program that knows the secret."""
-    stranger = Credentials("tcp", secret).opening.wrap_socket(plain_stranger_at(address))
+    credentials = credentials or Credentials(secret=secret)
+    stranger = credentials.opening.wrap_socket(plain_stranger_at(address))
     assert stranger.recv(1) == b"+", "it is admitted"
     return stranger
 

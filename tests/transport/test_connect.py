@@ -290,15 +290,14 @@ def test_a_joiner_has_all_members_asked_at_once_to_open_a_connection(
             all_are.set()
         await all_are.wait()
 
-    async def arrives(rank: int, wait_s: float) -> bool:
+    async def arrives(entry: Entry, wait_s: float) -> bool:
         await all_are.wait()
         return False
 
-    monkeypatch.setattr(TcpStreams, "named", True)
     monkeypatch.setattr(alone, "ask", ask)
     monkeypatch.setattr(alone, "arrives", arrives)
     found = Members(tuple(Entry(rank, f"a:{rank}") for rank in range(1, 5)), (1, 2, 3, 4))
-    assert not alone.connections.call(alone._called_back(found, 4), LIMIT_S)
+    assert not alone.connections.call(alone._called_back(found, found.known[3]), LIMIT_S)
     assert sorted(map(str, asked)) == ["a:1", "a:2", "a:3"]
 
 

@@ -159,8 +159,9 @@ def test_a_process_that_stops_in_the_handshake_is_forgotten(live: Live, monkeypa
 def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live, rank: int, words: str) -> None:
     """Before, a message to the rendezvous or to a member did, and joiners took its author for three donors."""
     asked, other = live.transports
-    entry = {"rank": rank, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
-    with closing(stranger_at(asked.address)) as stranger:
+    credentials = Credentials()
+    entry = Entry(rank, "6.6.6.6:1", TcpStreams(credentials).me)
+    with closing(stranger_at(asked.address, credentials=credentials)) as stranger:
         stranger.sendall(frame({"kind": "ask", "entry": entry}))
         answer = unframe(stranger.recv(1 << 16))
     assert answer["kind"] == "refused"
@@ -185,22 +186,17 @@ def test_who_does_not_close_what_was_closed_keeps_no_descriptor_of_the_other_end
     live.still_works()
 
 
-class Name(Address):
-    def __str__(self) -> str:
-        return self.host
+NOWHERE = "127.0.0.1:1"
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Directory]:
-    """That of the only member of a view. As in a swarm, the key of a process is its address, and gives it a number."""
-    monkeypatch.setattr(TcpStreams, "named", True)
-    monkeypatch.setattr(TcpStreams, "address", lambda _, text: Name(text, 0))
-    monkeypatch.setattr(TcpStreams, "locate", lambda _, entry: Name(entry.address, 0))
+    """That of the only member of a view. As in a swarm, the key of a process gives it a number."""
     monkeypatch.setattr(TcpStreams, "owns", lambda _, identity, rank: rank == number_of(identity))
     transport = PeerTransport(rules(rank=0), TcpStreams())
     with closing(transport):
         place = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        directory = TcpDirectory(transport, (Entry(0, "me"),), place)
+        directory = TcpDirectory(transport, (Entry(0, NOWHERE, transport.connections.streams.me),), place)
         transport.begin(View.of(1), member=True)
         yield directory
 
@@ -213,7 +209,7 @@ class Caller:
     """A process with a key of its own, which opens connections to a member of a swarm, or accepts them."""
 
     def __init__(self, member: Directory, stack: ExitStack) -> None:
-        self.place, self.stack, self.credentials = member.connections.address, stack, Credentials("tcp", "")
+        self.place, self.stack, self.credentials = member.connections.address, stack, Credentials()
         self.identity = member.connections.streams.identity_of(self.credentials.public_key)
 
     def opens(self, message: dict[str, Any]) -> ssl.SSLSocket:
@@ -223,7 +219,7 @@ class Caller:
         return stream
 
     def hello(self, rank: int, name: str = "") -> ssl.SSLSocket:
-        return self.opens({"kind": "hello", "rank": rank, "address": self.identity, "hello": name or f"{rank}"})
+        return self.opens({"kind": "hello", "rank": rank, "address": NOWHERE, "hello": name or f"{rank}"})
 
     def greets(self, ranks: Iterable[int]) -> Address:
         """Return where it answers those that connect to it, as one rank after the other."""
@@ -241,7 +237,8 @@ class Caller:
         return Address(*listening.getsockname())
 
     def ask(self, rank: int, **more: Any) -> dict[str, Any]:
-        return said(self.opens({"kind": "ask", "entry": {"rank": rank, "address": self.identity} | more}))
+        entry = {"rank": rank, "address": NOWHERE, "key": self.identity}
+        return said(self.opens({"kind": "ask", "entry": entry | more}))
 
 
 def said(stream: ssl.SSLSocket) -> dict[str, Any]:
@@ -277,13 +274,13 @@ def test_a_stranger_has_few_connections_however_often_it_opens_each(alone: Direc
     connections = alone.connections
     with ExitStack() as stack:
         stranger = Caller(alone, stack)
-        connections.entries[1] = Entry(1, "who only asks in that number, and keeps nobody out")
+        connections.entries[1] = Entry(1, NOWHERE, "of who only asks in that number, and keeps nobody out")
         for number in range(24):
             assert said(stranger.hello(1 + number // 2, f"{number}"))["kind"] == "greeting"
         assert len(connections.connected) <= 5, "one may be about to be dropped"
         place = stranger.greets(range(50, 60))
         for rank in range(50, 60):
-            connections.call(connections.connect(rank, place))
+            connections.call(connections.connect(Entry(rank, str(place), stranger.identity)))
         assert len(connections.connected) <= 5
         assert not any(peer.trusted for peer in connections.peers.values())
 
@@ -337,13 +334,13 @@ def test_a_member_that_is_told_to_open_connections_opens_one_to_each_and_few_at_
     """Anybody may ask the others for one, as often as it likes."""
     dialled, released = list[int](), asyncio.Event()
 
-    async def connect(rank: int, address: Address) -> None:
-        dialled.append(rank)
+    async def connect(entry: Entry) -> None:
+        dialled.append(entry.rank)
         await released.wait()
 
     async def introduce() -> None:
         for rank in (7, 7, *range(100, 300)):
-            alone.transport._introduce(Entry(rank, f"peer {rank}"))
+            alone.transport._introduce(Entry(rank, f"peer:{rank}", f"key {rank}"))
         await asyncio.sleep(0)
         released.set()
 
@@ -371,7 +368,7 @@ def test_strangers_that_name_many_places_do_not_keep_the_table_from_joiners(alon
         stranger = Caller(alone, stack)
         for rank in range(1, 71):
             assert said(stranger.hello(rank))["kind"] == "greeting"
-            connections.entries[rank] = Entry(rank, stranger.identity, places=many)  # as it has asked
+            connections.entries[rank] = Entry(rank, NOWHERE, stranger.identity, places=many)  # as it has asked
         answer = Caller(alone, stack).ask(1000)
     assert (answer["kind"], answer["members"]) == ("members", [0])
 
@@ -429,7 +426,7 @@ def test_a_rank_that_a_run_does_not_have_takes_no_memory(monkeypatch: pytest.Mon
 
     async def ask(numbers: Iterable[int]) -> None:
         for number in numbers:
-            await serve(Ask(Entry(number, "127.0.0.1:1")), reader, writer)
+            await serve(Ask(Entry(number, NOWHERE, "a stranger")), reader, writer)
             reader.reset_mock(), writer.reset_mock()
 
     with closing(PeerTransport(rules(rank=-1), TcpStreams())) as transport:
@@ -487,12 +484,11 @@ def test_whatever_a_stream_begins_with_the_peer_goes_on(swarm: Swarms) -> None:
     """From a peer that knows the secret. Frames that are none: over TCP; all messages: tests/protocol."""
     me = load_identity(swarm.key(9)).peer_id
     hello: dict[str, Any] = {"kind": "hello", "rank": 9, "address": me}
-    entry = {"rank": 9, "address": me, "facts": {}, "held_step": -1, "places": []}
+    entry = {"rank": 9, "address": me, "key": me, "facts": {}, "held_step": -1, "places": []}
     following = NextView(View(3, (9,)), View(2, (9,)), 0, {})
     openings: dict[str, tuple[dict[str, Any], ...]] = {
         "hello in the name of a member": (hello | {"rank": 1},),
-        "hello from another address": (hello | {"address": "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"},),
-        "table in another's name": ({"kind": "ask", "entry": entry | {"address": "somebody"}},),
+        "table in another's name": ({"kind": "ask", "entry": entry | {"key": "somebody"}},),
         "table of a member's number": ({"kind": "ask", "entry": entry | {"rank": 0}},),
         "link of nobody": ({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1},),
         "a vote of no member": (hello, {"kind": "vote", "view": 2, "round": [0, 0], "reason": "no"}),

@@ -117,7 +117,7 @@ def test_payloads_go_to_nobody_else_at_the_address_of_a_rank(wires: Wires) -> No
     opener, other = (first, second) if first.connections.peers[1].dials else (second, first)
     peer = opener.connections.peers[other.rules.rank]
     assert opener.connections.call(opener.links.open_stripe(peer))
-    with answering_probes() as peer.address, pytest.raises(OSError, match="another process answers in place of"):
+    with answering_probes() as peer.address, pytest.raises(TransportError, match="a process with another key"):
         opener.connections.call(opener.links.open_stripe(peer))
 
 

@@ -11,6 +11,7 @@ from diloco.protocol import Entry, Rules
 from diloco.transport import (
     Address,
     ConnectionManager,
+    Credentials,
     Directory,
     PeerTransport,
     Place,
@@ -28,7 +29,9 @@ def rendezvous(
     ranks: int, ranks_per_replica: int = 1, secret: str = "", known: dict[int, Entry] | None = None
 ) -> Iterator[Address]:
     """A rendezvous of so many ranks at an address that belongs to none of them; those that have come are ``known``."""
-    transport = PeerTransport(Rules(rank=-1, ranks_per_replica=ranks_per_replica), TcpStreams(secret))
+    transport = PeerTransport(
+        Rules(rank=-1, ranks_per_replica=ranks_per_replica), TcpStreams(Credentials(secret=secret))
+    )
     transport.connections.most_ranks = ranks
     transport.connections.entries = {} if known is None else known
     TcpDirectory(transport, (), Address("", 0), gathers=True)

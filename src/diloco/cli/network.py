@@ -83,10 +83,10 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 def _listen(text: str, secret: str) -> int:
     from diloco.protocol import Rules
-    from diloco.transport import ConnectionManager, TcpStreams, serve_probes
+    from diloco.transport import ConnectionManager, Credentials, TcpStreams, serve_probes
 
     address = parse_address(text, key="--listen")
-    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret))
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams(Credentials(secret=secret)))
     try:
         bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

@@ -126,6 +126,8 @@ class Entry:
     rank: Rank  # the rank r, of replica r // S at position r % S
     # ``HOST:PORT`` of the rank's control port; a host name has at most 253 characters
     address: Annotated[str, Meta(max_length=300)]
+    # a hash of the public key that the process proves to have over each connection; "" proves nothing
+    key: Annotated[str, Meta(max_length=100)] = ""
     facts: Facts = field(default_factory=dict)  # what must be the same on all ranks: name -> value
     # the newest step of which the rank has a checkpoint; -1 for none
     held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
@@ -134,8 +136,8 @@ class Entry:
     name: Annotated[str, Meta(max_length=MAX_NAME)] = ""  # what people call it
 
     def __post_init__(self) -> None:
-        if not self.address.isprintable() or not self.name.isprintable():
-            raise ConfigurationError("the address and the name of a rank must be printable.")
+        if not f"{self.address}{self.key}{self.name}".isprintable():
+            raise ConfigurationError("the address, the key and the name of a rank must be printable.")
         check_facts(self.facts)
 
     def diff(self, other: Entry, ranks_per_replica: int = 1) -> str:
@@ -156,11 +158,11 @@ def table_of(entries: Iterable[Entry]) -> Table:
 def note(known: dict[int, Entry], entry: Entry, keep: Collection[int]) -> None:
     """Record among the ``known`` entries, by rank, where a rank of a run with changing ranks can be reached.
 
-    Of the ranks that are not in ``keep``, each address keeps only the one that it named last, and about a thousand are
+    Of the ranks that are not in ``keep``, each key keeps only the one that it named last, and about a thousand are
     kept.
     """
     others = [rank for rank in known if rank not in keep]
-    former = [rank for rank in others if known[rank].address == entry.address]
+    former = [rank for rank in others if known[rank].key == entry.key]
     for rank in (*former, *others[: max(0, len(others) - _MOST_KNOWN)]):
         known.pop(rank, None)
     known[entry.rank] = entry

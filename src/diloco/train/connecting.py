@@ -71,8 +71,8 @@ class Attempt:
             self.shared.set(_FOLDER, str(self.folder))
 
 
-def _over_tcp(run: RunSettings, role: Role, _: Path, facts: Mapping[str, str], __: Attempt | None) -> Fleet:
-    """Connect to the other ranks of this replica and to the other replicas."""
+def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, str], _: Attempt | None) -> Fleet:
+    """Connect to the other ranks of this replica and to the other replicas; ``folder`` holds the private key."""
     settings, group = run.network, ReplicaGroup(replica=role.replica)
     assert role.rendezvous is not None, "replicas over TCP meet somewhere"
     if settings.replica_size > 1:
@@ -86,6 +86,7 @@ def _over_tcp(run: RunSettings, role: Role, _: Path, facts: Mapping[str, str], _
         rendezvous=role.rendezvous,
         listen=settings.listen_at,
         secret=read_secret(settings.secret_file, "network.secret_file"),
+        identity=folder / "identity.key",
     )
     rules = Rules(
         **_time_outs(settings, compared(run, facts)),

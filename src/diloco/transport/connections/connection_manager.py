@@ -72,7 +72,7 @@ MOST_OPEN, MOST_OPEN_OF_ONE = 128, 64
 MOST_ARRIVALS, ARRIVALS_S = 1024, 16.0
 """Limit on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
-"""Limits on control connections of ranks that are not members, on networks that prove identities."""
+"""Limits on control connections of ranks that are not members, in all and of one key."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
 
 
@@ -88,7 +88,7 @@ class ConnectionManager(ControlThread):
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
-        self.entries: dict[int, Entry] = {}  # known ranks; nobody with another identity can claim a member's
+        self.entries: dict[int, Entry] = {}  # known ranks; nobody with another key can claim a member's
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
         self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected
@@ -120,6 +120,11 @@ class ConnectionManager(ControlThread):
         """Return the identity that the process connected as ``rank`` has proved; "" if there is none."""
         return self.streams.identity(self.peers[rank].writer) if rank in self.peers else ""
 
+    def hears(self, entry: Entry) -> bool:
+        """Return whether the process of an entry is connected, and has sent a message, so that its end is open, too."""
+        peer = self.peers.get(entry.rank)
+        return peer is not None and peer.num_messages > 0 and self.identity(entry.rank) == entry.key
+
     def send(self, rank: int, message: WireMessage) -> None:
         """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""
         if (peer := self.peers.get(rank)) is None:
@@ -148,36 +153,55 @@ class ConnectionManager(ControlThread):
         """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
+    async def reach(self, address: Address, key: str) -> Stream:
+        """Open a connection to the process that has a key; raise `TransportError` if another one listens there."""
+        stream = await self.open(address)
+        if self.streams.identity(stream[1]) != key:
+            stream[1].transport.abort()
+            raise TransportError(f"a process with another key listens at {address}")
+        return stream
+
     def vouch(self, writer: asyncio.StreamWriter) -> None:
         """Exempt an accepted connection that this process expects from the limits on unknown peers."""
         self._open_limit.leave(writer)
 
-    async def claimed(self, rank: int, writer: asyncio.StreamWriter) -> str:
-        """Return why the process behind an accepted connection can't be ``rank``, as another one is; "" if it can."""
-        streams, identity = self.streams, self.streams.identity(writer)
+    async def refusal(self, rank: int, writer: asyncio.StreamWriter) -> Refused | None:
+        """Return why the process behind an accepted connection can't be ``rank``, as another one is; None if it can.
+
+        A member's rank is that of its key: a process with the same key takes its place once it does not answer any
+        more, as it was started again, and one with another key only once it is no member.
+        """
+        streams, key = self.streams, self.streams.identity(writer)
         if rank == self.rank:
-            return "" if identity == streams.me else f"rank {rank} is the process that was asked, at {self.address}"
+            words = f"rank {rank} is the process that was asked, at {self.address}"
+            return None if key == streams.me else Refused(words, for_good=True)
         while (other := self.peers.get(rank)) is not None and streams.process(other.writer) != streams.process(writer):
             before = streams.identity(other.writer)
-            if rank not in self._members and streams.owns(identity, rank) and not streams.owns(before, rank):
+            if rank not in self._members and streams.owns(key, rank) and not streams.owns(before, rank):
                 break  # anybody may connect in its number
             if await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
-                is_copy = before == identity
-                copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
-                return f"rank {rank} is connected from {other.address}, which still answers{copied}"
+                another = "Choose another number"
+                copied = "It has the same key: was identity.key copied? Each replica needs its own"
+                words = f"rank {rank} is connected from {other.address}, which still answers"
+                return Refused(f"{words}. {copied if before == key else another}", for_good=True)
             if self.peers.get(rank) is other:  # else a third process has taken its place meanwhile
                 break
-        return ""
+        if self._is_anothers(rank, key):
+            known = self.entries[rank].address
+            return Refused(f"rank {rank} is that of {known}, which has another key, until the others have lost it")
+        return None
 
-    async def connect(self, rank: int, address: Address) -> None:
-        """Open the connection to ``rank``, which listens at ``address``.
+    async def connect(self, entry: Entry) -> None:
+        """Open the connection to a rank.
 
         Raises:
-            OSError: Nothing answers there.
-            TransportError: Another process answers there, or it refuses.
+            OSError: Nothing answers at its address.
+            TransportError: A process with another key answers there, or it refuses.
+            ConfigurationError: Its address isn't one.
         """
-        reader, writer = await self.open(address)
-        if rank in self.peers:  # it has connected in the meantime
+        rank, address = entry.rank, self.streams.locate(entry)
+        reader, writer = await self.reach(address, entry.key)
+        if rank in self.peers and not self._is_anothers(rank, self.identity(rank)):  # it has connected in the meantime
             writer.close()
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
@@ -256,33 +280,28 @@ class ConnectionManager(ControlThread):
 
     async def _greet(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
-        rank, address = hello.rank, self.streams.address(hello.address)
+        rank, address = hello.rank, self.streams.address(hello.address, writer)
         if rank == self.rank or rank >= self.most_ranks:
-            return
-        identity = self.streams.identity(writer)
-        if (self.streams.named and identity != str(address)) or self._is_anothers(rank, identity):
             return
         crossed, answered = self._hellos.get(rank, ("", None))
         if answered is not None and self.rank < rank:
             await answered.wait()
         if (before := self.peers.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
-        if reason := await self.claimed(rank, writer):
-            writer.write(pack(Refused(reason)))
+        if refused := await self.refusal(rank, writer):
+            writer.write(pack(refused))
             return
-        if self._is_anothers(rank, identity):  # by now
-            return
-        if self.streams.named and rank in self.entries and self.entries[rank].address != identity:
+        if (known := self.entries.get(rank)) is not None and known.key != self.streams.identity(writer):
             del self.entries[rank]
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
-    def _is_anothers(self, rank: int, identity: str) -> bool:
-        """Return whether a rank is that of another peer. Who only asked a member in that number keeps nobody out."""
+    def _is_anothers(self, rank: int, key: str) -> bool:
+        """Return whether a rank is that of another key. Who only asked a member in that number keeps nobody out."""
         known = self.entries.get(rank)
-        if not self.streams.named or known is None or known.address == identity:
+        if known is None or known.key == key:
             return False
-        return rank in self._members or not (self.rank in self._members or self.streams.owns(identity, rank))
+        return rank in self._members or not (self.rank in self._members or self.streams.owns(key, rank))
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -295,15 +314,14 @@ class ConnectionManager(ControlThread):
                 before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), self._trusts(rank, opened=opened)
-        dials = self.rank < rank if self.streams.named else opened
-        peer = Peer(rank, number, address, writer, token, opened, trusted, dials, crossed, self.meter)
+        peer = Peer(rank, number, address, writer, token, opened, trusted, opened, crossed, self.meter)
         self.peers[rank] = peer
         self.on_peer(peer)
         self.handle(Connected(rank, number, str(address)))
         peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()
-        identities = (self.streams.identity(writer),)
-        if self.streams.named and not trusted and (out := self._unknown_peers.enter(rank, identities)) is not None:
+        keys = (self.streams.identity(writer),)
+        if not trusted and (out := self._unknown_peers.enter(rank, keys)) is not None:
             self.drop({self.peers[out]: "too many connected peers are not members"})
 
     def _deliver(self, rank: int, message: Message) -> None:

@@ -70,11 +70,7 @@ class PeerLinks:
 
     async def open_stripe(self, peer: Peer) -> Stream:
         """Open a connection for one more stripe."""
-        stream, streams = await self.connections.open(peer.address), self.connections.streams
-        if streams.identity(stream[1]) != streams.identity(peer.writer):
-            stream[1].transport.abort()
-            raise OSError(f"another process answers in place of rank {peer.rank}")
-        return stream
+        return await self.connections.reach(peer.address, self.connections.streams.identity(peer.writer))
 
     def _keep_enough(self, peer: Peer) -> None:
         """Keep as many stripes as the number of peers leaves to each, if the first one shows that many are of use."""

@@ -6,7 +6,8 @@ other one has the key of its certificate, in a transcript that contains both cer
 can neither read, nor change, nor relay what passes, nor become anybody. Without a secret everybody derives the signing
 key, so that connections are encrypted, but anyone may take part.
 
-The key of a process is its identity. Who claims to be a rank that is connected must have its key.
+The key of a process is its identity, which stands beside its address in the table of ranks. A replica that is started
+again in its run folder keeps its key, and has another certificate: so the process that it replaces has ended.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from diloco.protocol import Entry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.streams import Accept, Stream, within
+from diloco.transport.private_key import public_bytes
 from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
 _HANDSHAKE_S = 10.0  # also for the connection before it: a machine that is off answers nothing
@@ -42,10 +44,10 @@ class Credentials:
     Args:
         purpose: What the connections are for. Processes with another purpose are refused as with another secret.
         secret: The shared secret, see `diloco.transport.secret`; "": anybody may connect.
-        key: The private key, of the package ``cryptography``; None: a new one.
+        key: The private key, as `load_key` returns it; None: a new one.
     """
 
-    def __init__(self, purpose: str, secret: str, key: Any = None) -> None:
+    def __init__(self, purpose: str = "tcp", secret: str = "", key: Any = None) -> None:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
@@ -53,14 +55,14 @@ class Credentials:
         key = key or ec.generate_private_key(ec.SECP256R1())
         authority = _certificate("diloco", signer.public_key(), signer, is_authority=True)
         form, password = serialization.PrivateFormat.PKCS8, secrets.token_hex(32).encode()
-        self.public_key = _to_der(key.public_key())
+        self.public_key = public_bytes(key.public_key())
         encryption = serialization.BestAvailableEncryption(password)  # ssl reads files only, and a kill leaves this one
         pem = key.private_bytes(serialization.Encoding.PEM, form, encryption)
-        shown = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
+        self.certificate = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
         self.opening, self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
             file = Path(folder) / "key-and-certificate.pem"
-            create_private(file, pem + ssl.DER_cert_to_PEM_cert(shown).encode())
+            create_private(file, pem + ssl.DER_cert_to_PEM_cert(self.certificate).encode())
             for context in (self.opening, self.listening):
                 context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -101,7 +103,7 @@ class Credentials:
         _RAW[writer.transport] = raw
         try:
             shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-            return _to_der(x509.load_der_x509_certificate(shown).public_key())
+            return public_bytes(x509.load_der_x509_certificate(shown).public_key())
         except Exception as error:  # OpenSSL accepts more certificates than the parser, whose errors have many types
             raw.abort()
             raise TransportError(f"the other side shows a certificate that can't be read ({error})") from error
@@ -110,12 +112,6 @@ class Credentials:
 def raw_transport(writer: asyncio.StreamWriter) -> asyncio.WriteTransport:
     """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
     return _RAW.get(writer.transport, writer.transport)
-
-
-def _to_der(key: Any) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> bytes:
@@ -145,17 +141,12 @@ class TcpStreams:
     """One listening port, and connections to those of other processes.
 
     Args:
-        secret: The shared secret; "": anybody may connect.
+        credentials: Of this process; None: those of a new key, and anybody may connect.
         kept: A socket that already listens, from `keep`. It is closed with these streams.
-        credentials: Those of the streams that these ones replace; None: new ones.
     """
 
-    named = False  # whether the address of a process is its identity
-
-    def __init__(
-        self, secret: str = "", kept: socket.socket | None = None, credentials: Credentials | None = None
-    ) -> None:
-        self.credentials = credentials or Credentials("tcp", secret)
+    def __init__(self, credentials: Credentials | None = None, kept: socket.socket | None = None) -> None:
+        self.credentials = credentials or Credentials()
         self._servers: list[asyncio.Server] = []
         self._kept = kept
         # of the other end, and the credentials with which it was admitted
@@ -277,11 +268,12 @@ class TcpStreams:
         return writer in self._identities and self._identities[writer][1] is self.credentials
 
     def process(self, writer: asyncio.StreamWriter) -> bytes:
-        """Return what tells apart two processes with the same key: the certificate, of which each makes its own."""
+        """Return what tells apart two processes with the same key: the `certificate`, of which each makes its own."""
         secured = writer.get_extra_info("ssl_object")
         return (secured and secured.getpeercert(binary_form=True)) or self.identity(writer).encode()
 
-    def address(self, text: str) -> Address:
+    def address(self, text: str, writer: asyncio.StreamWriter) -> Address:
+        """Return where the other end of a connection listens, as its text says."""
         return parse_address(text)
 
     def locate(self, entry: Entry) -> Address:

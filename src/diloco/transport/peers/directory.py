@@ -314,18 +314,13 @@ class Directory:
         answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
         if isinstance(answer, Looking) and self.me.last is not None:
             number = answer.candidate.number
-            rank = self.transport.rules.ranks([number])[0]
-            known, entry = self.identities.get(rank, identity), self.known.get(rank)
-            # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
-            # where the one did that it replaces, which has therefore ended
-            replaces = answer.candidate.last is None and entry is not None and entry.address == str(address)
-            if known != identity and (self.connections.streams.named or not replaces):
+            if self.identities.get(self.transport.rules.ranks([number])[0], identity) != identity:
                 raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
-                connection = self.connections.peers.get(rank)
-                is_elsewhere = connection is not None and str(connection.address) != entry.address
+                peer, key = self.connections.peers.get(rank), self.connections.identity(rank)
+                is_elsewhere = peer is not None and (str(peer.address), key) != (entry.address, entry.key)
                 if rank != self.connections.rank and rank < self.connections.most_ranks and not is_elsewhere:
                     with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
                         self.connections.streams.locate(entry)
@@ -340,7 +335,7 @@ class Directory:
         """
         connections, streams = self.connections, self.connections.streams
         first = self.known.get(min(self.transport.rules.ranks(found.members)))
-        if streams.named and first is not None and first.rank != connections.rank:
+        if first is not None and first.rank != connections.rank:
             try:  # all joiners ask the same one, so that they learn of each other
                 answer = await self.ask(streams.locate(first))
             except RendezvousError:
@@ -349,11 +344,9 @@ class Directory:
                 raise NotNowError(str(error)) from error
             else:
                 found = answer if isinstance(answer, Members) and answer.swarm == found.swarm else found
-        members = {*self.transport.rules.ranks(found.members)}
-        if not streams.named:  # the other ranks of this replica are about to join, too
-            members |= {*self.transport.rules.ranks([self.me.number])}
-        others = {*found.entries} if streams.named else set()
-        wanted = sorted((members | others) - connections.connected - {connections.rank})
+        # the other ranks of this replica are about to join, too
+        members = {*self.transport.rules.ranks((*found.members, self.me.number))}
+        wanted = sorted((members | found.entries.keys()) - connections.connected - {connections.rank})
         results = await asyncio.gather(*(self._reach(rank, found) for rank in wanted), return_exceptions=True)
         for rank, result in zip(wanted, results, strict=True):
             if isinstance(result, BaseException) and rank in members:
@@ -361,12 +354,14 @@ class Directory:
         return found
 
     async def _reach(self, rank: int, found: Members) -> None:
+        entry = found.entries.get(rank) or self.known.get(rank)
         try:
-            entry = found.entries.get(rank) or self.known[rank]
-            address = self.connections.streams.locate(entry)
-            await within(self.transport.rules.silence_s, self.connections.connect(rank, address))
-        except (OSError, EOFError, TransportError, KeyError, ValueError) as error:
-            if await self._called_back(found, rank):
+            if entry is None:
+                raise TransportError("nobody has told its address")
+            await within(self.transport.rules.silence_s, self.connections.connect(entry))
+        except (OSError, EOFError, TransportError, ValueError) as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            if entry is not None and not refused and await self._called_back(found, entry):
                 return
             raise OSError(
                 f"replica {self.me.number} can't reach rank {rank}, which is a member: "
@@ -374,28 +369,28 @@ class Directory:
                 "they need a relay: a peer with a public address"
             ) from error
 
-    async def _called_back(self, found: Members, rank: int) -> bool:
-        """Ask the members to have ``rank`` open the connection, and return whether it did."""
-        streams = self.connections.streams
-        if not streams.named or rank not in found.members:
+    async def _called_back(self, found: Members, entry: Entry) -> bool:
+        """Ask the members to have one of them open the connection, and return whether it did."""
+        rank, members = entry.rank, self.transport.rules.ranks(found.members)
+        if rank not in members:
             return False
-        others = [each for each in found.members if each != rank and each in found.entries]
+        others = [each for each in members if each != rank and each in found.entries]
 
         async def ask(other: int) -> None:
             with contextlib.suppress(OSError, EOFError, TransportError):
-                await self.ask(streams.locate(found.entries[other]), unreachable=rank)
+                await self.ask(self.connections.streams.locate(found.entries[other]), unreachable=rank)
 
         asking = asyncio.ensure_future(few_at_once(ask, others))  # one after the other, each would cost a silence
         try:
-            return await self.arrives(rank, 2 * self.transport.rules.silence_s)
+            return await self.arrives(entry, 2 * self.transport.rules.silence_s)
         finally:
             asking.cancel()
 
-    async def arrives(self, rank: int, wait_s: float) -> bool:
+    async def arrives(self, entry: Entry, wait_s: float) -> bool:
         """Wait until a rank has connected, and has shown by a message that its end is open. Return whether it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while (connection := self.connections.peers.get(rank)) is None or not connection.num_messages:
+                while not self.connections.hears(entry):
                     self.connections.arrived.clear()
                     await self.connections.arrived.wait()
                 return True
@@ -425,37 +420,34 @@ class Directory:
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         entry, streams = asked.entry, self.connections.streams
         streams.locate(entry)  # all others would fail at an address that is none
-        if streams.named and entry.address != streams.identity(writer):
+        if entry.key != streams.identity(writer):
             return
         if self.searches:
             answer: WireMessage = Looking(self.me, self.was)
         elif not self.members:
             answer = Refused("it is joining itself")
-        elif streams.named and (closed := self.transport.views.closed_to_joiners):
+        elif closed := self.transport.views.closed_to_joiners:
             answer = Refused(closed)
-        elif why := await self._refusal(entry, writer):
-            answer = Refused(why, for_good=True)
+        elif refused := await self._refusal(entry, writer):
+            answer = refused
         else:
-            ours = {*self.transport.rules.ranks(self.members), self.connections.rank}
+            rules = self.transport.rules
+            ours = {*rules.ranks(self.members), self.connections.rank}
             note(self.known, entry, {*ours, *self.connections.connected})
             joiners = [rank for rank in self.connections.peers if rank not in ours][-_MOST_JOINERS:]
-            told = self.known.keys() & {*ours, *joiners} if streams.named else self.known.keys()
+            told = self.known.keys() & {*ours, *joiners, *rules.ranks([rules.replica_of(entry.rank)])}
             known = table_of(self.known[rank] for rank in sorted(told))
-            if streams.named and asked.unreachable in self.members:
+            if asked.unreachable is not None and asked.unreachable in ours:
                 self.connections.send(asked.unreachable, Introduce(entry))
             answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)
         await say(answer, reader, writer)
 
-    async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> str:
-        known = self.known.get(entry.rank)
-        named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
-        if named and known is not None and known.address != entry.address and entry.rank in self.members:
-            return f"replica {entry.rank} is {known.address} already; choose another number"
+    async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> Refused | None:
         if entry.rank >= self.connections.most_ranks:
-            return f"rank {entry.rank} is none of the run's {self.connections.most_ranks} ranks"
-        if words := self.entry.diff(entry, size):
-            return f"{words}; both sides need the same value"
-        return await self.connections.claimed(entry.rank, writer)
+            return Refused(f"rank {entry.rank} is none of the run's {self.connections.most_ranks} ranks", True)
+        if words := self.entry.diff(entry, self.transport.rules.ranks_per_replica):
+            return Refused(f"{words}; both sides need the same value", True)
+        return await self.connections.refusal(entry.rank, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
@@ -467,15 +459,10 @@ class Directory:
         return self.connections.identities.get(rank) or self.identities.get(rank, "")
 
     def is_from(self, replica: int, identity: str) -> bool:
-        """Return whether a process with this identity may speak for a replica: the member, if there was one.
-
-        Over TCP, a process that was a member of no view knows no other's identity, and believes what it is told.
-        """
-        ranks, entries = self.transport.rules.ranks([replica]), self.known
+        """Return whether a process with this identity may speak for a replica: the member, if there was one."""
         known = self.connections.identities or self.identities
-        if not known and self.connections.streams.named:
-            known = {rank: entry.address for rank, entry in entries.items()}
-        return identity in map(known.get, ranks) if known else any(rank in entries for rank in ranks)
+        known = known or {rank: entry.key for rank, entry in self.known.items()}
+        return identity in map(known.get, self.transport.rules.ranks([replica]))
 
 
 def _without_views(candidate: Candidate) -> Candidate:

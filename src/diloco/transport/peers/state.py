@@ -31,7 +31,6 @@ from msgspec import Meta
 from diloco.errors import TransportError
 from diloco.membership import Count, Digest, names_of
 from diloco.protocol import Entry, Refused, WireMessage, encode
-from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import ConnectionLimit, pauses
@@ -112,8 +111,7 @@ class StateTransfer:
         connections, rules = self._connections, self._connections.rules
         start = (rules.replica + fragment) % len(entries)  # not all begin with the same donor
         order = [*sorted(entries)[start:], *sorted(entries)[:start]]
-        there = {donor: connections.streams.address(entries[donor].address) for donor in order}
-        fetch = _Fetch(self, connections, there, fragment, after, expected_bytes)
+        fetch = _Fetch(self, connections, {donor: entries[donor] for donor in order}, fragment, after, expected_bytes)
         return connections.call(fetch.run(rules.round_timeout_s))
 
     # Serving, in the control thread.
@@ -227,7 +225,7 @@ class _Fetch:
 
     transfer: StateTransfer  # counts the bytes that arrive
     connections: ConnectionManager
-    donors: dict[int, Address]  # replica -> its address, in the order in which they are to send; those that are left
+    donors: dict[int, Entry]  # by replica, in the order in which they are to send; those that are left
     fragment: int
     after: int
     expected_bytes: int | None  # a larger state is refused; None: `state_wire.MAX_STATE_BYTES`
@@ -278,9 +276,10 @@ class _Fetch:
         self, donor: int, act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[T]]
     ) -> T | None:
         """Open a connection to a donor and do something over it. Take note of a failure and return None."""
+        connections, entry = self.connections, self.donors[donor]
         try:
             async with asyncio.timeout(_SLOW_S):
-                reader, writer = await self.connections.streams.open(self.donors[donor])
+                reader, writer = await connections.reach(connections.streams.locate(entry), entry.key)
             try:
                 return await act(reader, writer)
             finally:

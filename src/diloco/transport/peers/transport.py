@@ -320,7 +320,8 @@ class PeerTransport(Transport):
     # For the training thread: what ranks agree on outside their rounds.
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
+        streams, address = self.connections.streams, str(self.connections.address)
+        entry = Entry(self.rules.rank, address, streams.me, dict(facts))
         timeout_s = self.rules.round_timeout_s
         said, present = self._machine.said, self._machine.present
 
@@ -407,18 +408,20 @@ class PeerTransport(Transport):
             self.connections.send(rank, Welcome(following, note))
 
     def _register(self, entry: Entry) -> None:
+        if entry.key != self.connections.identity(entry.rank):
+            return  # it speaks of another process than itself
         note(self.connections.entries, entry, {*self.rules.ranks(self.view.members), *self.connections.connected})
 
     def _introduce(self, entry: Entry) -> None:
-        streams, rank, known = self.connections.streams, entry.rank, self.connections.entries.get(entry.rank)
-        if rank in self.rules.ranks(self.view.members) and known is not None and known.address != entry.address:
+        rank, known = entry.rank, self.connections.entries.get(entry.rank)
+        if rank in self.rules.ranks(self.view.members) and known is not None and known.key != entry.key:
             return  # nobody else can take a member's place, or that of this process
         there = {self.rules.rank, *self.connections.connected, *self._calling}
-        if streams.named and rank not in there and len(self._calling) < _MOST_CALLS:  # over TCP it connects itself
+        if rank not in there and len(self._calling) < _MOST_CALLS:
             self._calling.add(rank)
-            self.connections.begin(self._call_back(rank, streams.locate(entry)))
+            self.connections.begin(self._call_back(entry))
 
-    async def _call_back(self, rank: int, address: Address) -> None:
-        with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-            await within(self.rules.silence_s, self.connections.connect(rank, address))
-        self._calling.discard(rank)
+    async def _call_back(self, entry: Entry) -> None:
+        with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
+            await within(self.rules.silence_s, self.connections.connect(entry))
+        self._calling.discard(entry.rank)

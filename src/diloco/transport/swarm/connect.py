@@ -145,7 +145,7 @@ class SwarmDirectory(Directory):
             addresses = await node.addresses()
             places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
             facts = self.transport.rules.facts
-            self.known[number] = Entry(number, me, facts, self.me.held_step, places, self._place.name)
+            self.known[number] = Entry(number, me, me, facts, self.me.held_step, places, self._place.name)
             record = PeerRecord(number, self.swarm, addresses, self._finished)
             await node.announce(self._streams.admission, record)
         except Exception as error:  # as above
@@ -198,7 +198,7 @@ class SwarmDirectory(Directory):
         """
         view, known = self.transport.views.last_view, self.transport.known_entries()
         members = () if view is None else view.members
-        gone = {entry.address for entry in known if entry.rank not in members}
+        gone = {entry.key for entry in known if entry.rank not in members}
         given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
         there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
         mine = [each for each in self.entry.places if "/p2p/" in each]

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from diloco.errors import ConfigurationError, EjectedError
 from diloco.private_files import read_private, replace_private
 from diloco.protocol import WireMessage, decode, encode
+from diloco.transport.private_key import public_bytes
 from diloco.transport.swarm.identity import Admission, Identity, identity_of
 from diloco.units import visible
 
@@ -48,7 +49,6 @@ class Order(WireMessage):
         Raises:
             ConfigurationError: ``peer`` is the founder itself or no identity, or there were too many orders.
         """
-        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         ejected, replaced = (before.ejected, before.replaced) if before else ((), ())
         if peer == identity.peer_id:
@@ -65,7 +65,7 @@ class Order(WireMessage):
             tuple(dict.fromkeys((*ejected, peer))),
             (*replaced, admission.dht_key),
             Admission(admission.run, secret).dht_key,
-            identity.tls_key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo),
+            public_bytes(identity.tls_key.public_key()),
             secret=secret,
         )
         return replace(order, signature=identity.tls_key.sign(order._content, *_scheme()))

@@ -19,9 +19,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from diloco.errors import ConfigurationError
 from diloco.membership import MOST_RANK
-from diloco.private_files import make_private_folder, read_private, replace_private
+from diloco.transport.private_key import load_key, public_bytes
 from diloco.transport.secret import check_secret, derive_key
 from diloco.transport.swarm.engine import load_engine
 from diloco.waiting import described
@@ -48,34 +47,11 @@ class Identity:
 
 
 def load_identity(path: Path) -> Identity:
-    """Load the key at ``path``; if there is none, create one that only its owner can read.
-
-    Raises:
-        ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
-    """
-    from cryptography.hazmat.primitives import serialization
-
-    engine = load_engine()
-    if not path.exists():
-        key = engine.RSAPrivateKey()
-        data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
-        try:
-            make_private_folder(path.parent)
-            replace_private(path, data)
-        except OSError as error:
-            raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
-    data = read_private(path, f"The private key {path}")
-    try:
-        peer_id = str(engine.PeerID.from_identity(data))
-        key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
-        content = engine.crypto_pb2.PrivateKey.FromString(data).data
-        key._private_key = tls_key = serialization.load_der_private_key(content, None)
-    except Exception as error:  # Hivemind's parsers raise errors of many types
-        raise ConfigurationError(
-            f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
-            "key created."
-        ) from error
-    return Identity(path, peer_id, key, tls_key)
+    """Load the key at ``path``, as `load_key` does."""
+    engine, tls_key = load_engine(), load_key(path)
+    key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
+    key._private_key = tls_key
+    return Identity(path, identity_of(public_bytes(tls_key.public_key())), key, tls_key)
 
 
 def number_of(peer_id: str) -> int:
@@ -144,7 +120,7 @@ def owner_of(subkey: bytes) -> str:
         raise ValueError("the subkey of a record holds no key") from error
     if subkey != prefix + key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + suffix:  # such as a comment
         raise ValueError("the subkey of a record holds more than a key")
-    return identity_of(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+    return identity_of(public_bytes(key))
 
 
 def identity_of(key: bytes) -> str:

@@ -64,12 +64,10 @@ class PeerAddress(Address):
 
 
 class PeerStreams(TcpStreams):
-    named = True
-
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
         self._identity = identity
         self.admit_by(admission)
-        super().__init__(credentials=self.credentials)
+        super().__init__(self.credentials)
         self.place = place
         self.port = 0  # at which this peer accepts connections over TCP; 0: none
         self._known: dict[str, tuple[str, ...]] = {}
@@ -249,12 +247,12 @@ class PeerStreams(TcpStreams):
                 places.append(parse_address(each))
         return places
 
-    def address(self, text: str) -> PeerAddress:
-        return PeerAddress(text)
+    def address(self, text: str, writer: asyncio.StreamWriter) -> PeerAddress:
+        return PeerAddress(self.identity(writer))
 
     def locate(self, entry: Entry) -> PeerAddress:
-        self.know(entry.address, entry.places)
-        return PeerAddress(entry.address)
+        self.know(entry.key, entry.places)
+        return PeerAddress(entry.key)
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         return tuple(filter(None, self._over_libp2p.get(writer, ()))) or super().origins(writer)
@@ -350,8 +348,8 @@ _TURN = "your turn to dial"
 class SwarmLinks(PeerLinks):
     """Links of which each uses the first route that works.
 
-    The end of lower rank tries to reach the other one over TCP. If it can't, it is the other's turn, which uses libp2p
-    if it can't either.
+    The end that opened the control stream tries to reach the other one over TCP. If it can't, it is the other's turn,
+    which uses libp2p if it can't either.
     """
 
     def __init__(self, connections: ConnectionManager) -> None:
@@ -363,9 +361,9 @@ class SwarmLinks(PeerLinks):
         return cast(PeerStreams, self.connections.streams)
 
     def _take_turn(self, rank: int, content: bytes) -> None:
-        """Dial from now on, as a peer of lower rank can't."""
+        """Dial from now on, as the end that opened the control stream can't."""
         peer = self.connections.peers.get(rank)
-        if peer is not None and rank < self.connections.rank and not peer.dials:
+        if peer is not None and not peer.opened and not peer.dials:
             peer.dials = True
             if peer.wanted:
                 self.keep_at_least(peer, 1)
@@ -379,7 +377,7 @@ class SwarmLinks(PeerLinks):
             except OSError:
                 if peer.uses:  # it could be reached before
                     raise
-                if streams.port and self.connections.rank < peer.rank:
+                if streams.port and peer.opened:
                     peer.dials = False
                     self.connections.send(peer.rank, Store(_TURN, b""))
                     raise

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -18,11 +19,12 @@ from diloco.protocol import Entry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_listen
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.connect import MeetingPlace, connect
 from diloco.transport.peers.directory import Lost
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.private_key import load_key
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
@@ -47,6 +49,8 @@ class Place(MeetingPlace):
     listen: tuple[str, range] = ("", range(1))
     # the shared secret, see `diloco.transport.secret`; "": anybody may take part
     secret: str = field(default="", repr=False)
+    # the file of its private key, which shows that a process replaces the one before it; None: a new one each time
+    identity: Path | None = None
     # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
     # founds a view
     join_window_s: float = 3.0
@@ -61,8 +65,12 @@ class Place(MeetingPlace):
 
     def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
         rules = replace(rules, rank=self.rank, ranks_per_replica=self.ranks_per_replica)
-        kept = (lost.listening, lost.directory.connections.streams.credentials) if lost else ()
-        transport = PeerTransport(rules, TcpStreams(self.secret, *kept))
+        if lost is None:
+            key = None if self.identity is None else load_key(self.identity)
+            streams = TcpStreams(Credentials(secret=self.secret, key=key))
+        else:
+            streams = TcpStreams(lost.directory.connections.streams.credentials, lost.listening)
+        transport = PeerTransport(rules, streams)
         serve_probes(transport.connections)
         return transport
 
@@ -76,7 +84,8 @@ class Place(MeetingPlace):
             connections.listen(before.address.host, range(0), before.address.host)
             others, meeting, gathers = before.known_entries(), self.rendezvous, False
         window_s = self.join_window_s
-        mine = Entry(self.rank, str(transport.address), transport.rules.facts, held_step)
+        streams, facts = transport.connections.streams, transport.rules.facts
+        mine = Entry(self.rank, str(transport.address), streams.me, facts, held_step)
         return TcpDirectory(
             transport, (mine, *others), meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
         )

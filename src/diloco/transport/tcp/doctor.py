@@ -18,7 +18,7 @@ from diloco.errors import TransportError
 from diloco.protocol import WireMessage
 from diloco.transport.address import Address, is_private
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
@@ -94,7 +94,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     if problem := await obstacle(address.host, address.port, timeout_s):
         return Finding(problem)
     try:
-        stream = await within(timeout_s, TcpStreams(secret).open(address))
+        stream = await within(timeout_s, TcpStreams(Credentials(secret=secret)).open(address))
         try:
             return Finding("", *await _measure(*stream, num_bytes, timeout_s))
         finally:

@@ -73,10 +73,11 @@ class TcpDirectory(Directory):
         self._missing = "an answer"
         self._gathers = gathers
         self.known.update({each.rank: each for each in entries})
-        self._founders = dict.fromkeys(self.known, self.connections.streams.me)  # rank -> its process's identity
+        # rank -> what tells its process apart from others with its key
+        self._processes = dict.fromkeys(self.known, self.connections.streams.credentials.certificate)
         self._is_running = not self.begins  # whether all have come
         self._asked_s: dict[int, float] = {}  # when each of these last asked
-        self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
+        self._new: dict[int, tuple[bytes, float]] = {}  # rank -> the last process that came, and when
         self._refused = ""
         self._lives: set[int] = set()  # the replicas that the user knows to run though they seemed to have ended
 
@@ -109,10 +110,7 @@ class TcpDirectory(Directory):
     async def _ask_lost(self, rank: int) -> object:
         """Ask the process that was a member as ``rank`` who its members are. Errors are those of `ask`."""
         address = self.connections.streams.locate(self.known[rank])
-        stream = await self.connections.open(address)
-        if self.connections.streams.identity(stream[1]) != self.identity_of(rank):
-            stream[1].transport.abort()
-            raise TransportError(f"another process listens at {address}")
+        stream = await self.connections.reach(address, self.identity_of(rank))
         return await question(stream, address, Ask(self.entry, members=self.members), self.answers)
 
     def _meet(self, replica: int, theirs: Collection[int], *, is_reached: bool) -> None:
@@ -136,14 +134,16 @@ class TcpDirectory(Directory):
             self.connections.handle(PresumedEnded(frozenset({replica})))  # so that it is asked
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        identity, rank = self.connections.streams.identity(writer), asked.entry.rank
+        streams, rank, answer = self.connections.streams, asked.entry.rank, None
+        identity = streams.identity(writer)
         if asked.members and identity == self.identity_of(rank):
             self._meet(self.transport.rules.replica_of(rank), asked.members, is_reached=False)
         gathers = self._gathers and self.transport.views.view.id < 1  # after that, who asks has lost its view
-        answer = self._gather(asked.entry, identity) if gathers else None
+        if gathers and identity == asked.entry.key:
+            answer = self._gather(asked.entry, streams.process(writer))
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
 
-    def _gather(self, entry: Entry, identity: str) -> WireMessage | None:
+    def _gather(self, entry: Entry, process: bytes) -> WireMessage | None:
         """Register a rank, and return who has come; None if the run had begun before it first asked.
 
         Ranks ask again and again. One that does not fit is refused alone, and never this process: the others would
@@ -152,20 +152,20 @@ class TcpDirectory(Directory):
         parse_address(entry.address)  # all others would fail at it
         known, rank, now_s = self.known, entry.rank, self.connections.loop.time()
         self._is_running = self._is_running or len(known) == self.connections.most_ranks
-        if self._is_running and self._founders.get(rank) != identity:
+        if self._is_running and self._processes.get(rank) != process:
             return None
         if not self._is_running:
             for other in self._asked_s.keys() - {self.connections.rank}:  # this one may be waiting for an answer
                 if now_s - self._asked_s[other] > _GONE_S:
                     known.pop(other, None)
-            is_known = self._founders.get(rank) == identity and rank in known
-            if not is_known and (refused := self._register(entry, identity)):
+            is_known = self._processes.get(rank) == process and rank in known
+            if not is_known and (refused := self._register(entry, process)):
                 return refused
-        if self._founders.get(rank) == identity:
+        if self._processes.get(rank) == process:
             self._asked_s[rank] = now_s
         return Gathering(table_of(each for _, each in sorted(known.items())), self._refused)
 
-    def _register(self, entry: Entry, identity: str) -> Refused | None:
+    def _register(self, entry: Entry, process: bytes) -> Refused | None:
         """Register a rank, or return why not. It waits if another process that has its rank may have ended."""
         known, rank, num_ranks = self.known, entry.rank, self.connections.most_ranks
         if rank >= num_ranks:
@@ -173,8 +173,8 @@ class TcpDirectory(Directory):
             why = f"rank {rank} at {entry.address} can't register in a run of {num_ranks} ranks; ranks are 0 to {last}."
             self._refused = why
             return Refused(why, for_good=True)
-        if self._new.get(rank, ("", 0.0))[0] != identity:
-            self._new[rank] = identity, self.connections.loop.time()
+        if self._new.get(rank, (b"", 0.0))[0] != process:
+            self._new[rank] = process, self.connections.loop.time()
         # who has not asked since then may have ended, and may be the one that has this rank
         waiting = [each for each in known if self._asked_s.get(each, math.inf) > self._new[rank][1]]
         if rank not in known and len(known) >= num_ranks - 1 and len(waiting) < len(known):
@@ -189,7 +189,7 @@ class TcpDirectory(Directory):
         if why:
             self._refused = why
             return Refused(why, for_good=rank not in known or rank in waiting)
-        known[rank], self._founders[rank] = entry, identity
+        known[rank], self._processes[rank] = entry, process
         return None
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
@@ -238,21 +238,21 @@ class TcpDirectory(Directory):
 
     async def _dial(self, rank: int, wait_s: float) -> str:
         """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
-        connections, clock = self.connections, self.connections.loop
-        address, pauses_s = parse_address(self.known[rank].address), pauses(*_AGAIN_S, seed=f"{rank}")
+        connections, clock, entry = self.connections, self.connections.loop, self.known[rank]
+        pauses_s = pauses(*_AGAIN_S, seed=f"{rank}")
         until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
         while True:
-            if is_dialled and await self.arrives(rank, _REFUSED_S):
+            if is_dialled and await self.arrives(entry, _REFUSED_S):
                 return ""
             try:
-                await within(max(_AGAIN_S[0], until_s - clock.time()), connections.connect(rank, address))
+                await within(max(_AGAIN_S[0], until_s - clock.time()), connections.connect(entry))
                 return ""
             except ConnectionRefusedError as error:
                 why, until_s = str(error), min(until_s, clock.time() + _REFUSED_S)
             except (OSError, EOFError, TransportError, ValueError) as error:
                 why = str(error) or "no answer"
             if clock.time() >= until_s:
-                return "" if rank in connections.connected else why
+                return "" if connections.hears(entry) else why
             await asyncio.sleep(next(pauses_s))
 
     def awaited(self) -> str:

@@ -1,0 +1,58 @@
+"""The private key of a process, from which its identity follows, in a file of its run folder.
+
+The file is that of libp2p, whose daemon reads it in a swarm: protobuf, with the key's type (RSA), the number of bytes
+that follow, and the key as DER.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigurationError
+from diloco.private_files import make_private_folder, read_private, replace_private
+
+_RSA, _SIZE_BYTES = b"\x08\x00\x12", 2  # of 128 to 16,383 bytes
+
+
+def load_key(path: Path) -> Any:
+    """Return the key at ``path``, of the package ``cryptography``; create one that only its owner can read, if missing.
+
+    Raises:
+        ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
+    """
+    from cryptography.hazmat.primitives.serialization import load_der_private_key
+
+    if not path.exists():
+        _create(path)
+    data = read_private(path, f"The private key {path}")
+    try:
+        if not data.startswith(_RSA):
+            raise ValueError("it does not begin as one")
+        return load_der_private_key(data[len(_RSA) + _SIZE_BYTES :], None)
+    except Exception as error:  # the parser raises errors of many types
+        raise ConfigurationError(
+            f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
+            "key created."
+        ) from error
+
+
+def _create(path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(Encoding.DER, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    size = bytes([len(der) % 128 | 128, len(der) // 128])
+    try:
+        make_private_folder(path.parent)
+        replace_private(path, _RSA + size + der)
+    except OSError as error:
+        raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
+
+
+def public_bytes(key: Any) -> bytes:
+    """Return a public key as DER, of which an identity is a hash."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
