@@ -53,7 +53,7 @@ def test_who_asks_to_join_while_gradients_are_averaged_is_told_until_when(
     assert told.startswith(words)
     session.averages_gradients = False
     Session.open_to_joiners(session)
-    session.fleet.close_to_joiners.assert_called_with("")
+    session.fleet.close_to_joiners.assert_called_with("", for_good=mock.ANY)
 
 
 def batch(seed: int, size: int = 2) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,11 @@ def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together."""
     fleets: list[Fleet] = []
 
-    def made(count: int, *, at_replica_0: bool = False, rules: Rules = RULES) -> list[Fleet]:
+    def made(count: int, *, at_replica_0: bool = False, rules: Rules = RULES, keys: Path | None = None) -> list[Fleet]:
         with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
+            if keys:
+                places = [replace(each, identity=keys / f"{each.replica}.key") for each in places]
             found = at_once([lambda place=place: Fleet.meet(place, rules) for place in places])
         for each in found:
             if isinstance(each, Exception):
@@ -98,16 +100,16 @@ def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet, at_replic
     assert not lost.joining
 
 
-def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet) -> None:
-    """Its connection ends when the other replica closes its transport, and only the restarted one can reconnect."""
-    fleets = meet(4)
+def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet, keys: Path) -> None:
+    """Its connection ends when the other replica closes its transport; both look for the others at the same time."""
+    fleets = meet(4, keys=keys)
     fleets[3].close()
-    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
+    at = fleets[1].transport.address
+    place = Place(replica=3, num_replicas=4, rendezvous=at, identity=keys / "3.key", join_window_s=1.0)
     started = Fleet.meet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
-        assert 3 not in fleets[0].transport.connections.connected
         started.join(LIMIT_S)
         assert started.transport.view.members == (0, 1, 2, 3)
     finally:
@@ -120,10 +122,9 @@ def test_who_is_in_a_view_that_too_few_came_to_is_told_and_still_a_minority(meet
     fleets = meet(count := 3 + 2 * joined)[::-1]
     fleets[0].transport.step = 30
     with all_lost(fleets):
-        assert at_once([lambda fleet=fleet: fleet.rejoin(LIMIT_S) for fleet in fleets]) == [None] * count
+        assert at_once([partial(rejoin_and_open, fleet) for fleet in fleets]) == [None] * count
     assert [fleet.joining for fleet in fleets] == [False] + [True] * (count - 1)
     assert fleets[0].transport.view.id > 0
-    fleets[0].close_to_joiners("")
     for fleet in fleets[1 : 1 + joined]:
         assert fleet.join(LIMIT_S) == 30
     for fleet in fleets[: 1 + joined]:
@@ -141,7 +142,7 @@ def test_who_waits_in_a_view_that_is_lost_too_goes_on_at_once(meet: Meet) -> Non
     """It waited out its time, as a loss changes no view."""
     fleets = meet(3)
     with all_lost(fleets):
-        assert at_once([lambda each=each: each.rejoin(LIMIT_S) for each in fleets]) == [None] * 3
+        assert at_once([partial(rejoin_and_open, each) for each in fleets]) == [None] * 3
     fleet = next(each for each in fleets if not each.joining)
     failures = itertools.chain([None], itertools.repeat(TransportError("lost")))  # after it has begun to wait
     with mock.patch.object(
@@ -225,10 +226,12 @@ def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     directory.me = Candidate(2, 0, fleets[2].transport.view)
     directory.identities = dict(fleets[2].transport.connections.identities)
     words = "answers in the name of replica 1, which is another one"
-    with answering(Looking(Candidate(1, 30))) as liar, pytest.raises(TransportError, match=words):
-        fleets[2].transport.connections.call(directory.ask(liar))
-    with answering(Looking(Candidate(1, 30))) as restarted:
-        directory.known[1] = replace(directory.known[1], address=str(restarted))
+    with answering(Looking(Candidate(1, 30))) as liar:
+        directory.known[1] = replace(directory.known[1], address=str(liar))
+        with pytest.raises(TransportError, match=words):
+            fleets[2].transport.connections.call(directory.ask(liar))
+    credentials = fleets[1].directory.connections.streams.credentials
+    with answering(Looking(Candidate(1, 30)), credentials) as restarted:
         assert isinstance(fleets[2].transport.connections.call(directory.ask(restarted)), Looking)
 
 
@@ -267,6 +270,13 @@ def test_one_that_can_not_listen_for_the_others_may_try_again(
         fleet.rejoin(LIMIT_S)
     fleet.rejoin(LIMIT_S)
     assert fleet.joining
+
+
+def rejoin_and_open(fleet: Fleet) -> None:
+    """As a session does: who has founded a view lets the others join."""
+    fleet.rejoin(LIMIT_S)
+    if not fleet.joining:
+        fleet.close_to_joiners("")
 
 
 def lose(connections: ConnectionManager, rank: int, *, gone: bool) -> None:

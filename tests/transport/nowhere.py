@@ -81,12 +81,13 @@ def registering(address: Address, entry: Entry) -> Iterator[None]:
 
 
 @contextmanager
-def answering(known: object) -> Iterator[Address]:
-    """An address at which another program answers the next question."""
+def answering(known: object, credentials: Credentials | None = None) -> Iterator[Address]:
+    """An address at which another program answers the next question, by default with a key of its own."""
+    credentials = credentials or Credentials()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def lie() -> None:
-            with Credentials().listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
+            with credentials.listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
                 asking.sendall(b"+" + frame(known))
                 asking.recv(1 << 16)
 

@@ -10,8 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -231,6 +232,19 @@ def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_
 # Successful connections.
 
 
+def test_a_replica_that_is_started_again_has_the_same_key_and_another_certificate(tmp_path: Path) -> None:
+    """By the first it is the same replica, and by the second the process that it replaces has ended."""
+    address = Address("127.0.0.1", 0)
+    own, shared = tmp_path / "own.key", tmp_path / "run" / "identity.key"
+    with ExitStack() as open_ones:
+        places = [place(0, 1, address, identity=path) for path in (shared, shared, own, None, None)]
+        transports = [open_ones.enter_context(closing(each.transport(rules(), None))) for each in places]
+        streams = [each.connections.streams for each in transports]
+        assert len({each.me for each in streams}) == 4
+        assert len({each.credentials.certificate for each in streams}) == 5
+        assert streams[0].me == streams[1].me
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"] if socket.has_ipv6 else ["127.0.0.1"])
 def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does(host: str) -> None:
     """Whichever rank comes first; the others try again until it listens."""
@@ -318,7 +332,7 @@ def test_a_joiner_that_asks_a_member_again_looks_up_nobody_else(monkeypatch: pyt
             return await (usual(place) if asked[1:] else asyncio.Event().wait())
 
         monkeypatch.setattr(first, "ask", ask)
-        first.transport.rules = replace(first.transport.rules, heartbeat_s=0.01, silence_s=0.1)
+        first.transport.rules = replace(first.transport.rules, heartbeat_s=0.01, silence_s=0.5)
         first.connections.call(first.refresh(), LIMIT_S)
     assert asked == [asked[0]] * 2, "one that does not answer is not waited for for minutes"
 

@@ -304,6 +304,46 @@ def test_a_stranger_that_stays_in_the_number_of_another_one_keeps_it_out_of_noth
         assert alone.connections.identity(number) == owner.identity
 
 
+def test_only_the_key_of_a_member_takes_its_rank_while_it_is_one(alone: Directory) -> None:
+    """Over TCP any process took it once the member was quiet for two heartbeats, and so showed that it had ended."""
+    connections = alone.connections
+    with ExitStack() as stack:
+        member, another = Caller(alone, stack), Caller(alone, stack)
+        connections.entries[1] = Entry(1, NOWHERE, member.identity)
+        connections.post(connections.trust, [0, 1])
+        for answer in (another.ask(1), said(another.hello(1))):
+            assert (answer["kind"], answer.get("for_good", False)) == ("refused", False)
+            assert "which has another key, until the others have lost it" in answer["reason"]
+        assert member.ask(1)["kind"] == "members", "it was started again"
+        assert said(member.hello(1))["kind"] == "greeting"
+        connections.post(connections.trust, [0])
+        connections.post(connections.hang_up, 1)
+        assert another.ask(1)["kind"] == "members"
+
+
+def test_who_speaks_for_another_key_is_not_answered(alone: Directory) -> None:
+    with ExitStack() as stack:
+        caller = Caller(alone, stack)
+        entry = {"rank": 1, "address": NOWHERE, "key": alone.connections.streams.me}
+        assert caller.opens({"kind": "ask", "entry": entry}).recv(1) == b""
+
+
+def test_who_connects_as_a_rank_before_the_table_is_known_gives_way_to_the_one_in_the_table() -> None:
+    """It would have become the member, as nobody compared its key."""
+    with closing(PeerTransport(rules(rank=0), TcpStreams())) as transport, ExitStack() as stack:
+        connections = transport.connections
+        place = connections.listen("127.0.0.1", range(1), "127.0.0.1")
+        directory = TcpDirectory(transport, (Entry(0, str(place), connections.streams.me),), place)
+        stranger, owner = Caller(directory, stack), Caller(directory, stack)
+        stays = stranger.hello(1)
+        assert said(stays)["kind"] == "greeting"
+        entry = connections.entries[1] = Entry(1, str(owner.greets([1])), owner.identity)
+        assert not connections.hears(entry)
+        connections.call(connections.connect(entry))
+        assert connections.identity(1) == owner.identity
+        assert said(stays)["kind"] == "excluded"
+
+
 def test_of_two_that_take_the_place_of_one_that_is_silent_the_second_has_to_wait_for_the_first(
     alone: Directory,
 ) -> None:

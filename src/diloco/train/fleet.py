@@ -181,10 +181,10 @@ class Fleet:
         finally:
             self.close()
 
-    def close_to_joiners(self, reason: str) -> None:
+    def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
         """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
         if self._directory is not None:
-            self._directory.transport.close_to_joiners(reason)
+            self._directory.transport.close_to_joiners(reason, for_good=for_good)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""

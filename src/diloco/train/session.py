@@ -111,7 +111,7 @@ class Session:
             spent_s, left = self.totals.compute_s + self.totals.exchange_s, steps - self.totals.steps
             about = f", in about {format_duration(left * spent_s / self.totals.steps)}" if self.totals.steps else ""
             why = f"the replicas are in their shared start; others join after step {steps}{about}"
-        self.fleet.close_to_joiners(why)
+        self.fleet.close_to_joiners(why, for_good=self.settings.algorithm == "data-parallel")
 
     def step(self, look: Callable[[], None] = lambda: None) -> StepFinished:
         """Run one scheduled inner step of every replica, ``look`` at it, and run the synchronisation that is due then.

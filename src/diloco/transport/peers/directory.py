@@ -426,10 +426,10 @@ class Directory:
             answer: WireMessage = Looking(self.me, self.was)
         elif not self.members:
             answer = Refused("it is joining itself")
-        elif closed := self.transport.views.closed_to_joiners:
-            answer = Refused(closed)
         elif refused := await self._refusal(entry, writer):
             answer = refused
+        elif closed := self.transport.views.closed_to_joiners:
+            answer = Refused(closed, for_good=self.transport.never_opens)
         else:
             rules = self.transport.rules
             ours = {*rules.ranks(self.members), self.connections.rank}

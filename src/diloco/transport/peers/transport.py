@@ -79,6 +79,7 @@ class PeerTransport(Transport):
         self.links = links(thread)
         self._rounds = RoundsInFlight(self.links)
         self.replica = rules.replica
+        self.never_opens = False  # whether replicas can't join for as long as the run lasts
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
@@ -259,8 +260,9 @@ class PeerTransport(Transport):
         """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
         self._post(Ejected(frozenset(replicas), by, why))
 
-    def close_to_joiners(self, why: str) -> None:
+    def close_to_joiners(self, why: str, *, for_good: bool = False) -> None:
         """Refuse replicas that ask to join, for the reason ``why``; "" admits them again."""
+        self.never_opens = for_good
         self.connections.note(ClosedToJoiners(why))
 
     def end(self, failure: TransportError) -> None:
