@@ -51,7 +51,7 @@ from diloco.outer.copies import Copies
 from diloco.outer.shards import ShardRanks
 from diloco.outer.state import Direction, GlobalState, buffers_of
 from diloco.protocol import Average
-from diloco.transport import Pending, Transport, asked
+from diloco.transport import BackgroundTransport, Pending, Transport, asked
 from diloco.waiting import in_thread
 
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
@@ -212,10 +212,10 @@ class Fragment:
             digest=self.state.digest(),
             **self._local_buffers(),
         )
-        if transport.average_later and (encoding.ready is not None or self.device.type == "cuda"):
-            pending = transport.average_later(contribution, encoding.ready, self.state.prepare)
-        else:
-            pending = asked(transport, Pending, "average", lambda: transport.average(contribution))
+        average = functools.partial(transport.average, contribution)
+        if isinstance(transport, BackgroundTransport) and (encoding.ready is not None or self.device.type == "cuda"):
+            average = functools.partial(transport.average, contribution, encoding.ready, self.state.prepare)
+        pending = asked(transport, Pending, "average", average)
         self.flight = InFlight(contribution, pending, encoding.sent, encoding.ready)
         self.candidate = encoding.candidate  # after submitting, which may fail
         return RoundSent(
@@ -234,7 +234,7 @@ class Fragment:
             self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
 
     def _may_fill(self, transport: Transport) -> bool:
-        later = self._overlaps and transport.average_later is not None
+        later = self._overlaps and isinstance(transport, BackgroundTransport)
         return later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:

@@ -1,6 +1,7 @@
 from .address import Address as Address
 from .address import parse_address as parse_address
 from .address import parse_listen as parse_listen
+from .base import BackgroundTransport as BackgroundTransport
 from .base import Pending as Pending
 from .base import Transport as Transport
 from .base import asked as asked

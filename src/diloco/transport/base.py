@@ -95,13 +95,6 @@ class Transport(abc.ABC):
         `RoundVoidError`.
         """
 
-    average_later: Callable[[Contribution, Future[Any] | None, Callable[[Average], None]], Pending] | None = None
-    """Does as `average` for a payload that a thread still fills, where a transport can send it later.
-
-    The future is done once the payload is filled, or None; if it fails, nothing is sent. The function is called as soon
-    as there is an average, in another thread.
-    """
-
     def check(self, contribution: Contribution, *, again: bool) -> None:
         """Raise `TransportError` for another replica's contribution, and for a second one to a round."""
         if again:
@@ -206,3 +199,22 @@ class Transport(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sent_bytes, self.received_bytes = map(int, state["traffic"])
+
+
+class BackgroundTransport(Transport):
+    """A transport that sends in the background, and so can be given a payload that a thread still fills."""
+
+    @abc.abstractmethod
+    def average(
+        self,
+        contribution: Contribution,
+        ready: Future[Any] | None = None,
+        on_commit: Callable[[Average], None] | None = None,
+    ) -> Pending:
+        """Do as `Transport.average`.
+
+        Args:
+            contribution: what this replica gives to the round.
+            ready: done once the payload is filled; if it fails, nothing is sent. None: it is filled.
+            on_commit: called as soon as there is an average, in another thread.
+        """

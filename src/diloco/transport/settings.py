@@ -230,5 +230,7 @@ def multiaddress(text: str, name: str) -> str:
     if text.startswith("/"):
         return text
     address = parse_address(text, key=name)
-    kind = "ip6" if ":" in address.host else "ip4" if re.fullmatch(r"[0-9.]+", address.host) else "dns"
+    kind = "ip4" if re.fullmatch(r"[0-9.]+", address.host) else "dns"
+    if ":" in address.host:
+        kind = "ip6"
     return f"/{kind}/{address.host}/tcp/{address.port}"

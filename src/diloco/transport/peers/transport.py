@@ -40,7 +40,7 @@ from diloco.protocol import (
     note,
 )
 from diloco.transport.address import Address
-from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.transport.base import BackgroundTransport, Pending, SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.control_thread import Acts
 from diloco.transport.connections.links import PeerLinks
@@ -57,7 +57,7 @@ _MOST_CALLS = 64  # at a time: anybody may ask for one
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 
 
-class PeerTransport(Transport):
+class PeerTransport(BackgroundTransport):
     """The transport between replicas in processes of their own: the machine of a rank, and what its effects need.
 
     Contributions are sent in the background as soon as they are submitted, and `Pending.wait` waits for the rest.
@@ -168,8 +168,6 @@ class PeerTransport(Transport):
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         self._rounds.submit(pending, self.step, uplink, ready)
         return Pending(pending.wait)
-
-    average_later = average
 
     def tick(self) -> None:
         """Count one finished inner step. Later contributions belong to the next one."""

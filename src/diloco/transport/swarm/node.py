@@ -87,7 +87,9 @@ class Node:
         for address in entrance:
             _check_entrance(address)
         # libp2p would find out for itself only if other public hosts told it
-        reach = "public" if place.public or place.announce else None if place.listen else "private"
+        reach = None if place.listen else "private"
+        if place.public or place.announce:
+            reach = "public"
         folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
         try:
             with waiting_for(lambda: "the libp2p daemon to start", _STARTING_S):

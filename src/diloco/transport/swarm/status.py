@@ -349,15 +349,19 @@ def absences(reports: Sequence[PeerReport]) -> list[str]:
     it as a member, or "no answer".
     """
     members = {member for each in reports if each.status for member in each.status.members}
-    return [
-        "" if each.status
-        else "refuses" if each.objection
-        else "finished" if each.finished
-        else "joining" if each.searches and members and each.number not in members
-        else "gone" if members and each.number not in members
-        else "no answer"
-        for each in reports
-    ]  # fmt: skip
+
+    def absence(report: PeerReport) -> str:
+        if report.status:
+            return ""
+        if report.objection:
+            return "refuses"
+        if report.finished:
+            return "finished"
+        if not members or report.number in members:
+            return "no answer"
+        return "joining" if report.searches else "gone"
+
+    return [absence(each) for each in reports]
 
 
 @asynccontextmanager

@@ -205,7 +205,8 @@ def connect_tcp(
     group = group if ranks == "whole" else ReplicaGroup()  # the ranks for which one communicates
     try:
         group.done_by_leader(begin)
-        yield LeaderTransport(group, opened[0] if opened else None) if group.size > 1 else opened[0]
+        (mine,) = opened or (None,)
+        yield mine if mine is not None and group.size == 1 else LeaderTransport(group, mine)
         group.done_by_leader(lambda: opened[0].finish())
     finally:
         for transport in opened:
