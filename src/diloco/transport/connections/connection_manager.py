@@ -173,17 +173,18 @@ class ConnectionManager(ControlThread):
         """
         streams, key = self.streams, self.streams.identity(writer)
         if rank == self.rank:
-            words = f"rank {rank} is the process that was asked, at {self.address}"
+            words = f"rank {rank} is the process that was asked, at {self.address}; choose another number"
             return None if key == streams.me else Refused(words, for_good=True)
         while (other := self.peers.get(rank)) is not None and streams.process(other.writer) != streams.process(writer):
             before = streams.identity(other.writer)
             if rank not in self._members and streams.owns(key, rank) and not streams.owns(before, rank):
                 break  # anybody may connect in its number
             if await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
-                another = "Choose another number"
-                copied = "It has the same key: was identity.key copied? Each replica needs its own"
-                words = f"rank {rank} is connected from {other.address}, which still answers"
-                return Refused(f"{words}. {copied if before == key else another}", for_good=True)
+                advice = "; choose another number"
+                if before == key:
+                    advice = ". It has the same key: was identity.key copied? Each replica needs its own"
+                words = f"rank {rank} is connected from {other.address}, which still answers{advice}"
+                return Refused(words, for_good=True)
             if self.peers.get(rank) is other:  # else a third process has taken its place meanwhile
                 break
         if self._is_anothers(rank, key):
