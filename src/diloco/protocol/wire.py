@@ -22,7 +22,7 @@ from diloco.membership import GREATEST, Candidate, Count, Digest, NextView, Rank
 from diloco.units import diff, visible
 from diloco.waiting import described
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
