@@ -64,6 +64,7 @@ LINKS = (
     Link("200 Mbit/s, 500 ms, 2 replicas", 2, 200e6, 0.5),
     Link("200 Mbit/s, 500 ms, cubic", 2, 200e6, 0.5, congestion_control="cubic"),
     Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=(20e6,) * 3),
+    Link("250 down / 25 up, 40 ms, 5 replicas", 5, 250e6, 0.04, up_bits_per_s=(25e6,) * 5),
     Link("40 down / 15 up, 80 ms, 4 replicas", 4, 40e6, 0.08, up_bits_per_s=(15e6,) * 4),
     Link("40 down / 15 up, 80 ms, 4 replicas, one sends at 5", 4, 40e6, 0.08, up_bits_per_s=(5e6, 15e6, 15e6, 15e6)),
     Link("100 Mbit/s, 100 ms, 3 replicas, one sends at 20", 3, 100e6, 0.1, up_bits_per_s=(20e6,)),

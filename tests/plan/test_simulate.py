@@ -121,6 +121,13 @@ def test_all_wait_less_for_a_slow_uplink_that_is_known() -> None:
     assert waited_s == [pytest.approx([2 / 3 * 2 * 8 * 3.072e6 / 20e6] * 3), pytest.approx([8 * 3.072e6 / 20e6] * 3)]
 
 
+def test_what_is_left_for_bytes_of_a_round_has_no_latencies_in_it() -> None:
+    ways = [Link(20e6, 0.01), Link(100e6, 0.03), Link(100e6, 0.05)]
+    windows_s = [uplink.window_s for uplink in site(ways, 0.5, 0.5, 0.5).uplinks(10.0)]
+    assert windows_s == [pytest.approx(5.0 - 2 * trip_s) for trip_s in (0.06, 0.08, 0.08)]
+    assert site(ways, 0.001, 0.001, 0.001).uplinks(10.0)[0].window_s == 0.0
+
+
 def over(schedule: SyncSchedule, numels: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:
     """Simulate three identical replicas, with 50 steps of 0.1 s."""
     parcels = parcels_of(schedule, numels[: schedule.num_fragments], more.pop("codec", FP4), 3)

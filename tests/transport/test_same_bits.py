@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from diloco.algorithm import AlphaMerge, Codec, SyncSchedule, Uplink, make_codec
+from diloco.algorithm import AlphaMerge, Codec, Contribution, SyncSchedule, Uplink, make_codec
 from diloco.events import Event, RoundCommitted
+from diloco.protocol import Average
 from diloco.transport import InProcessTransport, PeerTransport, Transport
+from diloco.transport.connections.pace import TcpCounters
+from diloco.transport.connections.peer import Peer
 from tests.outer.test_golden_digests import Case, Replica
+from tests.transport.contract import contribution
 from tests.transport.wires import Wires, at_once
 
 STEPS = 28
@@ -69,3 +75,34 @@ def test_slow_uplinks_make_all_choose_the_same_means_and_say_so(monkeypatch: pyt
     (choice,) = {event.choice for event in events if isinstance(event, RoundCommitted)} - {""}
     assert "means are sent in fp4. In measurements this changed the loss by at most 0.23 %" in choice
     assert digests != in_process(4, "fp4")
+
+
+@pytest.mark.parametrize(("round_trip_s", "codec"), [(0.0, ""), (0.3, "int8")])
+def test_round_trips_leave_less_time_for_bytes_and_a_slow_step_no_more(
+    round_trip_s: float, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take 1 s but for one: in 10 of them an uplink can carry three contributions, an all-gather, in 9.7 s."""
+    now_s, numel = [0.0], 1 << 16
+    rate = int(8 * (3 * make_codec("fp4").payload_bytes(numel) + 300) / 9.7)
+    monkeypatch.setattr(PeerTransport, "uplink", property(lambda self: Uplink(rate)))
+    monkeypatch.setattr(Peer, "counters", lambda self: TcpCounters(round_trip_s=round_trip_s))
+    monkeypatch.setattr("diloco.transport.peers.transport.elapsed_s", lambda: now_s[0])
+    wires = Wires()
+    try:
+        transports = wires.meet(4)
+        for step_s in (1.0, 1.0, 60.0, 1.0):
+            now_s[0] += step_s
+            for transport in transports:
+                transport.tick()
+        made = [replace(contribution(m, codec="fp4", mean="auto"), numel=numel, transfer_steps=10.0) for m in range(4)]
+        made = [replace(each, payload=each.codec.encode(torch.ones(numel))) for each in made]
+        averages = at_once([partial(average, *pair) for pair in zip(transports, made, strict=True)])
+    finally:
+        wires.close()
+    for each in averages:
+        assert bool(each.choice) == bool(codec), each
+        assert f"means are sent in {codec}" in each.choice or not codec
+
+
+def average(transport: Transport, given: Contribution) -> Average:
+    return transport.average(given).wait()

@@ -29,6 +29,7 @@ from .exchange import Uplink as Uplink
 from .exchange import data_parallel_bytes as data_parallel_bytes
 from .exchange import encode_mean as encode_mean
 from .exchange import mean_codecs as mean_codecs
+from .exchange import payload_window_s as payload_window_s
 from .exchange import plan_exchange as plan_exchange
 from .inner_state import load_optimizer_state as load_optimizer_state
 from .inner_state import slots_on_host as slots_on_host

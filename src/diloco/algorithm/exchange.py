@@ -76,7 +76,7 @@ class Uplink:
 
     bits_per_s: Annotated[int, Meta(ge=0)] = 0  # the highest rate measured; 0: none
     full: bool = False  # whether the uplink was full at that rate
-    window_s: float = math.inf  # how long a round may take before its training stands still for more than a little
+    window_s: float = math.inf  # how long its bytes may take before its training stands still for more than a little
 
     def late_s(self, sent_bytes: int) -> float:
         """Return by how much longer than the window it takes to send so many bytes; 0 if it does not, or is unknown."""
@@ -85,6 +85,14 @@ class Uplink:
 
 
 UNKNOWN_UPLINK = Uplink()
+
+
+def payload_window_s(round_s: float, round_trip_s: float) -> float:
+    """Return how long a replica may send in a round that may take ``round_s``.
+
+    Headers, contributions, means and votes each travel for half a round trip besides.
+    """
+    return max(0.0, round_s - 2 * round_trip_s)
 
 
 @dataclass(frozen=True)

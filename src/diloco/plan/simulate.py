@@ -32,7 +32,7 @@ from diloco.algorithm import (
 )
 from diloco.errors import ConfigurationError
 from diloco.train import RunSettings, make_schedule, outer_components
-from diloco.transport import Link, Links, streams_to_each
+from diloco.transport import Link, Links, streams_to_each, uplink_of
 
 Floats = NDArray[np.float64]
 
@@ -216,8 +216,8 @@ class Site:
         Slow ones sum less where losses don't slow them all.
         """
         full = self.conditions.congestion_control in ("bbr", None)
-        each = zip(self.links, self.step_time_s, strict=True)
-        return tuple(replace(link.uplink, full=full, window_s=transfer_steps * step_s) for link, step_s in each)
+        each = (uplink_of(self.links, m, transfer_steps * step_s) for m, step_s in enumerate(self.step_time_s))
+        return tuple(replace(uplink, full=full) for uplink in each)
 
 
 @dataclass(frozen=True)

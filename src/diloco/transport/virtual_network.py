@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Uplink, payload_window_s
 from diloco.errors import ConfigurationError
 
 Floats = NDArray[np.float64]
@@ -46,6 +46,13 @@ class Link:
         """What its replica knows about the bandwidth with which it sends: all, unless it is unlimited."""
         finite = math.isfinite(self.bandwidth_bits_per_s)
         return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
+
+
+def uplink_of(links: Sequence[Link], replica: int, round_s: float) -> Uplink:
+    """Return what ``replica`` knows of its uplink, where its rounds may take ``round_s``."""
+    others_s = (link.latency_s for other, link in enumerate(links) if other != replica)
+    round_trip_s = links[replica].latency_s + max(others_s, default=0.0)
+    return replace(links[replica].uplink, window_s=payload_window_s(round_s, round_trip_s))
 
 
 class Links:
@@ -119,7 +126,7 @@ class VirtualNetwork:
 
     def uplink(self, replica: int, transfer_steps: float) -> Uplink:
         """Return what ``replica`` knows of its uplink; see `SyncSchedule.transfer_steps`."""
-        return replace(self.links[replica].uplink, window_s=transfer_steps * self.step_time_s[replica])
+        return uplink_of(self.links, replica, transfer_steps * self.step_time_s[replica])
 
     def tick(self, replica: int) -> None:
         self.now_s[replica] += self.step_time_s[replica]

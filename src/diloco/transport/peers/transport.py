@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from diloco.algorithm import Contribution, Uplink
+from diloco.algorithm import Contribution, Uplink, payload_window_s
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.events import PeerTraffic, Site
 from diloco.membership import NextView, View, names_of
@@ -55,6 +56,7 @@ _LEAVING_S = 3.0
 _ENDING_S = 2.0
 _MOST_CALLS = 64  # at a time: anybody may ask for one
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
+_MEASURED_STEPS = 16  # inner steps of whose times the median counts
 
 
 class PeerTransport(BackgroundTransport):
@@ -85,9 +87,9 @@ class PeerTransport(BackgroundTransport):
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
-        self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
-        # since the last contribution: the steps, when it was, and the time spent waiting for averages
-        self._ticks, self._measured_s, self._waited_s = 0, elapsed_s(), 0.0
+        # the times of the last inner steps without waiting; when the last one ended, and the waiting since then
+        self._steps_s: deque[float] = deque(maxlen=_MEASURED_STEPS)
+        self._ticked_s, self._waited_s = elapsed_s(), 0.0
         self._state = StateTransfer(self.connections)
         self._calling: set[int] = set()  # ranks to which connections are being opened, as they can't
 
@@ -162,17 +164,20 @@ class PeerTransport(BackgroundTransport):
                 "averaged. Register those that can be computed again with persistent=False."
             )
         pending = PeerPending(contribution, self, on_commit)
-        if self._ticks:
-            self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
-        self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
-        uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
+        # the usual step: a few send, merge, evaluate or save besides
+        step_s = statistics.median(self._steps_s) if self._steps_s else math.inf
+        trips_s = (peer.counters().round_trip_s for peer in list(self.links.by_rank.values()))
+        window_s = payload_window_s(contribution.transfer_steps * step_s, max(trips_s, default=0.0))
+        uplink = replace(self.uplink, window_s=window_s)
         self._rounds.submit(pending, self.step, uplink, ready)
         return Pending(pending.wait)
 
     def tick(self) -> None:
         """Count one finished inner step. Later contributions belong to the next one."""
         self.step += 1
-        self._ticks += 1
+        now_s = elapsed_s()
+        self._steps_s.append(now_s - self._ticked_s - self._waited_s)
+        self._ticked_s, self._waited_s = now_s, 0.0
 
     def count(self, pending: PeerPending, outcome: Average | TransportError, waited_s: float) -> None:
         """Count the bytes of a round whose outcome is being returned, and the time for which it was waited for."""
