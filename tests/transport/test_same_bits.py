@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,8 +15,6 @@ from diloco.algorithm import AlphaMerge, Codec, Contribution, SyncSchedule, Upli
 from diloco.events import Event, RoundCommitted
 from diloco.protocol import Average
 from diloco.transport import InProcessTransport, PeerTransport, Transport
-from diloco.transport.connections.pace import TcpCounters
-from diloco.transport.connections.peer import Peer
 from tests.outer.test_golden_digests import Case, Replica
 from tests.transport.contract import contribution
 from tests.transport.wires import Wires, at_once
@@ -85,11 +84,13 @@ def test_round_trips_leave_less_time_for_bytes_and_a_slow_step_no_more(
     now_s, numel = [0.0], 1 << 16
     rate = int(8 * (3 * make_codec("fp4").payload_bytes(numel) + 300) / 9.7)
     monkeypatch.setattr(PeerTransport, "uplink", property(lambda self: Uplink(rate)))
-    monkeypatch.setattr(Peer, "counters", lambda self: TcpCounters(round_trip_s=round_trip_s))
-    monkeypatch.setattr("diloco.transport.peers.transport.elapsed_s", lambda: now_s[0])
+    monkeypatch.setattr(sys.modules[PeerTransport.__module__], "elapsed_s", lambda: now_s[0])
     wires = Wires()
     try:
         transports = wires.meet(4)
+        peer = next(iter(transports[0].links.by_rank.values()))
+        counters = peer.counters()._replace(round_trip_s=round_trip_s)
+        monkeypatch.setattr(type(peer), "counters", lambda self: counters)
         for step_s in (1.0, 1.0, 60.0, 1.0):
             now_s[0] += step_s
             for transport in transports:
