@@ -54,7 +54,8 @@ def _with_links(path: Path, markdown: str) -> str:
             return link[0]  # left for the strict build to find
         page = _page_of(target)
         if page is None:
-            return f"{link[1]} (`{target.relative_to(_ROOT)}`)"
+            name = str(target.relative_to(_ROOT))
+            return f"`{name}`" if link[1].strip("`/") == name else f"{link[1]} (`{name}`)"
         return f"[{link[1]}]({posixpath.relpath(page, here or '.')}{link[3] or ''})"
 
     return _LINK.sub(led, markdown)
