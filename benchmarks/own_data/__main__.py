@@ -38,6 +38,11 @@ class Sites(Outer):
         super().__init__(stack)
         self.drifts: dict[int, Tensor] = {}  # what the last mean moved more than a replica, for each fragment
 
+    @property
+    def at_home(self) -> list[str]:
+        synchronised = {name for layout in self.layouts for name in layout.names}
+        return [name for name in self.stack.tensors if name not in synchronised]
+
     def fragments(self, number: int) -> tuple[FragmentLayout, ...]:
         result = []
         for layout in super().fragments(number):
@@ -68,13 +73,29 @@ class Sites(Outer):
             own -= self.run.correction * self.drifts.get(p, torch.zeros_like(own))
             self.drifts[p] = self.by_replica(self.mean(own)) - own
 
+    def join(self, initial: Tensors) -> None:
+        """Put a new replica in the place of the last one: it has the global parameters, and no state of its own."""
+        self.to_global(self.stack.tensors, slice(-1, None))
+        for p, (sent, *_) in self.flights.items():
+            sent[-1] = self.globals[p][-1]
+        for name in self.at_home:
+            tensor = self.stack.tensors[name].detach()
+            tensor[-1] = tensor[0] if self.run.joins_with == "donor" else initial[name]
+        for state in self.stack.state.values():
+            for values in state.values():
+                values[-1] = 0.0
+
     def with_global(self) -> Tensors:
         """Return the parameters of each site with the global ones in place of its own."""
         tensors = local(self.stack)
-        for layout, values in zip(self.layouts, self.globals, strict=True):
-            for tensor, part in parts([tensors[name] for name in layout.names], self.by_replica(values)):
-                tensor.copy_(part)
+        self.to_global(tensors)
         return tensors
+
+    def to_global(self, tensors: Tensors, copies: slice = slice(None)) -> None:
+        """Set what is synchronised of some copies to the global values."""
+        for layout, values in zip(self.layouts, self.globals, strict=True):
+            for tensor, part in parts([tensors[name].detach() for name in layout.names], self.by_replica(values)):
+                tensor[copies] = part[copies]
 
 
 def local(stack: Stack) -> Tensors:
@@ -111,13 +132,17 @@ def train(run: SiteRun, text: Texts, prepare: Callable[[Sites], None] = lambda s
     """Train one run and return its row. ``prepare`` may change the outer loop before it begins."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     stack, sites = Stack([run], "cpu"), None
-    steps = run.steps - run.start
+    steps, initial = run.steps - run.start, {name: each[0] for name, each in local(stack).items()}
     recent: list[Tensor] = []
     for step, (tokens, targets) in zip(range(-run.start, steps), batches(text, run), strict=False):
         if step == 0 and run.algorithm == "streaming":
             sites = Sites(stack, run)
             prepare(sites)
+        if sites is not None and run.joins_at and step == run.joins_at:
+            sites.join(initial)
         recent = [*recent[-49:], stack.train(tokens, targets)]
+        if sites is not None and run.joins_at and run.joins_at <= step < run.joins_at + run.warmup_at_home:
+            sites.to_global(stack.tensors, slice(-1, None))
         if sites is not None and step < steps - run.steps_at_home:
             sites.pull()
             sites.step(step + 1)

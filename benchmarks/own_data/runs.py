@@ -24,6 +24,9 @@ class SiteRun(Run):
     correction: float = 0.0  # 1910.06378: this part of the last mean minus the own contribution is added over a window
     at_home: str = ""  # parameters with this in their names are not synchronised
     steps_at_home: int = 0  # the last steps, without synchronisation
+    joins_at: int = 0  # a step at which another replica takes the last one's place, with its text; 0: none
+    joins_with: str = "initial"  # its parameters at home: the initial ones, or the first replica's (donor)
+    warmup_at_home: int = 0  # the steps after that in which it trains these alone
 
 
 POOLED: Settings = {"pooled": True, "difference": 0.0}

@@ -100,6 +100,16 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def in_short(names: Sequence[str]) -> str:
+    """Name the first three, and how many others there are.
+
+    >>> in_short(["a", "b"]), in_short(list("abcde"))
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def facts_table(facts: Mapping[str, str]) -> str:
     """Return a line for each fact: its name, then the fact.
 

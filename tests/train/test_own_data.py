@@ -26,6 +26,7 @@ from diloco.train import compared, identity, outline, run_training
 from tests.commands import LIMIT_S, PACE, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
+from tests.same import raw
 
 
 class Sites:
@@ -127,12 +128,26 @@ def test_each_site_sees_the_global_parameters_on_the_data_of_all_and_its_own_bes
     assert main(["evaluate", str(fixed[1])]) == 0
 
 
-def test_sites_that_stream_their_data_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:
-    whole = "--data.streaming --fragments 1 --overlap-steps 0 --evaluation.every-steps 4"
-    ends = [*summaries(over_tcp(sites, "tcp", whole)), *summaries(over_a_swarm(sites, "swarm", whole))]
+HEAD = "--sync.arguments.average.at-home lm_head"
+
+
+def head_of(run: Path, site: int) -> bytes:
+    head = open_checkpoint(run).values(f"replica-{site}-values")["model/lm_head.weight"]
+    return raw(head)
+
+
+def test_sites_that_stream_and_keep_their_heads_may_join_a_swarm_and_have_the_bits_of_a_fixed_run(sites: Sites) -> None:
+    """Over each transport, the head of a site is its own and the same, and all else is that of all sites."""
+    whole = f"--data.streaming --fragments 1 --overlap-steps 0 --evaluation.every-steps 4 {HEAD}"
+    folders = [run(sites, run.__name__, whole) for run in (over_tcp, in_process_groups, over_a_swarm)]
+    ends = [end for of_run in folders for end in summaries(of_run)]
     assert len({end["global_params_digest"] for end in ends}) == 1
     for end in ends:
         assert end["local_loss"] != end["heldout_loss"], "the local parameters of before the merge at the last step"
+        assert end["sites"] == ends[0]["sites"], "each with its own head"
+    heads = [[head_of(folder, site) for site, folder in enumerate(of_run)] for of_run in folders]
+    assert heads == heads[:1] * len(heads)
+    assert heads[0][0] != heads[0][1]
 
 
 def test_sites_that_stop_and_go_on_each_in_its_own_data_end_as_those_that_never_stop(sites: Sites) -> None:

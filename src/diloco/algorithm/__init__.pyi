@@ -53,6 +53,7 @@ from .partition import flatten as flatten
 from .partition import group_layers as group_layers
 from .partition import holding as holding
 from .partition import layer_container as layer_container
+from .partition import names_at_home as names_at_home
 from .partition import partition as partition
 from .partition import trainable_parameters as trainable_parameters
 from .partition import unflatten_ as unflatten_

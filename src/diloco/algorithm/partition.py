@@ -2,7 +2,8 @@
 
 `partition` divides a model by parameter names and sizes alone. `bind` looks up the parameters of a fragment in a model;
 `flatten` and `unflatten_` copy between its tensors and one flat float32 vector. Tied weights count once, under the
-first of their names. Frozen parameters belong to no fragment.
+first of their names. Frozen parameters belong to no fragment, nor do those that stay at home (`names_at_home`): each
+replica trains its own, and they are never sent.
 
 If the ranks of a replica shard its parameters (DTensors), all ranks derive the same partition from the whole
 parameters, and each rank copies its own shard, which may be empty.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,8 +23,15 @@ from torch import Tensor, nn
 
 from diloco.algorithm.checks import check_choice, check_whole
 from diloco.algorithm.settings import Strategy
-from diloco.algorithm.tensors import local_shard, named_parameters, shared_memory, unfit_parameter
-from diloco.errors import FragmentError
+from diloco.algorithm.tensors import (
+    all_buffers,
+    all_parameters,
+    local_shard,
+    named_parameters,
+    shared_memory,
+    unfit_parameter,
+)
+from diloco.errors import FragmentError, nearest
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,58 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def names_at_home(model: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the trainable parameters and persistent buffers that stay at home, in the order of the model.
+
+    Args:
+        parts: whole parts of their dotted names, such as ``lm_head``, ``layers.0`` or ``norm.weight``.
+
+    Raises:
+        FragmentError: if a part is in no such name, if nothing would be left to synchronise, or if a tensor that has
+            several names stays at home under some of them only. The message names them.
+
+    >>> names_at_home(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), ["0.bias", "1"])[:3]
+    ('0.bias', '1.weight', '1.bias')
+    """
+    parts = [parts] if isinstance(parts, str) else parts
+    named: list[tuple[str, Tensor]] = [(name, each) for name, each in all_parameters(model) if each.requires_grad]
+    trainable = {id(parameter) for _, parameter in named}
+    named += all_buffers(model)
+    kept = set[str]()
+    for part in parts:
+        having = [name for name, _ in named if f".{part}." in f".{name}."]
+        if not having:
+            known = {word for name, _ in named for word in name.split(".") if not word.isdigit()}
+            raise FragmentError(
+                f"{part!r} can't stay at home, because it is no part of the name of a trained parameter or buffer; "
+                f"{nearest(part, known)} A tied output projection has the name of the embedding."
+            )
+        kept |= {*having}
+    of_tensors: dict[int, list[str]] = {}
+    for name, tensor in named:
+        of_tensors.setdefault(id(tensor), []).append(name)
+    for names in of_tensors.values():
+        one, other = (next((name for name in names if (name in kept) is inside), "") for inside in (True, False))
+        if one and other:
+            raise FragmentError(
+                f"{one} can't stay at home without {other}, because the two are tied and so one tensor. Name both, "
+                "or untie them (model.arguments.tie_word_embeddings=false for a model of transformers)."
+            )
+    if trainable and trainable <= {id(tensor) for name, tensor in named if name in kept}:
+        raise FragmentError(
+            f"{', '.join(parts)} at home leaves nothing to synchronise. Name fewer parts, or train alone."
+        )
+    return tuple(names[0] for names in of_tensors.values() if names[0] in kept)
+
+
 def partition(
     model: nn.Module,
     *,
     num_fragments: int = 1,
     strategy: Strategy = "strided",
+    at_home: Sequence[str] = (),
 ) -> tuple[FragmentLayout, ...]:
-    """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
+    """Divide the trainable parameters of ``model``, without those ``at_home``, into ``num_fragments`` fragments.
 
     Strategies:
 
@@ -107,9 +160,10 @@ def partition(
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")
-    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    kept = names_at_home(model, at_home)
+    sizes = {name: parameter.numel() for name, parameter in parameters.items() if name not in kept}
     if num_fragments == 1:
-        groups = [list(parameters)]
+        groups = [list(sizes)]
     elif strategy == "balanced":
         groups = _balanced(sizes, num_fragments)
     else:
@@ -120,8 +174,8 @@ def partition(
     )
 
 
-def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> None:
-    """Raise `FragmentError` unless every trainable parameter of ``model`` is in exactly one of ``fragments``."""
+def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout], at_home: Collection[str] = ()) -> None:
+    """Raise `FragmentError` unless every trainable parameter is in exactly one of ``fragments``, or ``at_home``."""
     parameters = trainable_parameters(model)
     seen: dict[str, int] = {}
     for position, fragment in enumerate(fragments):
@@ -133,6 +187,10 @@ def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> Non
                 "count from 0 and no fragment may be empty. Use fewer fragments or renumber them."
             )
         for name, shape in zip(fragment.names, fragment.shapes, strict=True):
+            if name in at_home:
+                raise FragmentError(
+                    f"The parameter {name!r} is in fragment {position} and stays at home. Leave it out of one of them."
+                )
             if name in seen:
                 raise FragmentError(
                     f"The parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one."
@@ -143,10 +201,10 @@ def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> Non
                     "parameter."
                 )
             seen[name] = position
-    if missing := [name for name in parameters if name not in seen]:
+    if missing := [name for name in parameters if name not in seen and name not in at_home]:
         raise FragmentError(
             f"No fragment holds {', '.join(missing)}, so these parameters would never be synchronised. Add them to a "
-            "fragment, or freeze them with requires_grad_(False)."
+            "fragment, name them in at_home, or freeze them with requires_grad_(False)."
         )
 
 

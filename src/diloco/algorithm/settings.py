@@ -125,7 +125,7 @@ AVERAGES = Registry(
     "sync.average",
     "rounds:AverageRule",
     {"mean": "settings:plain_mean", "senders": "rounds:SendersMean"},
-    also=("max_norm", "codec", "weight"),
+    also=("max_norm", "codec", "weight", "at_home"),
 )
 REGISTRIES = {"codec": CODECS, "outer": OUTER_OPTIMIZERS, "merge": MERGE_RULES, "average": AVERAGES}
 """Role -> the components that ``sync`` may name in it."""
@@ -170,7 +170,8 @@ class SyncSettings:
     (constant, linear or cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. outer: isotropic
     (false), whether the mean of each hidden matrix gets equal singular values (for AdamW inside). average:
     max_norm, to which the norm of a contribution is clipped, codec of the means (auto, float32, bfloat16, int8,
-    fp4), and weight of this replica (tokens, equal, or a number)."""
+    fp4), weight of this replica (tokens, equal, or a number), and at_home, the parameters that are left out, of which
+    each replica trains its own (a list of parts of their names, such as lm_head)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""
@@ -194,6 +195,12 @@ class SyncSettings:
         """The codec of means; auto: see `mean_codecs`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
+
+    @property
+    def at_home(self) -> tuple[str, ...]:
+        """Parts of the names of parameters that stay with each replica; see `names_at_home`."""
+        parts: str | tuple[str, ...] = self.arguments_of("average").get("at_home", ())
+        return (parts,) if isinstance(parts, str) else parts
 
     @property
     def weight(self) -> str | float:
@@ -221,6 +228,10 @@ class SyncSettings:
                 )
         if self.max_norm is not None:
             check_number("sync.arguments.average.max_norm", self.max_norm, gt=0)
+        if not (isinstance(self.at_home, tuple) and all(isinstance(part, str) and part for part in self.at_home)):
+            raise ConfigurationError(
+                f"sync.arguments.average.at_home must be a list of texts such as ['lm_head'], got {self.at_home!r}."
+            )
         if isinstance(self.weight, str):
             if self.weight not in ("tokens", "equal"):
                 raise ConfigurationError(

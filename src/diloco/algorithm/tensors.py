@@ -6,7 +6,7 @@ together. All code that names a model's tensors (fragments, handshake, digests, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -239,30 +239,34 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def buffer_layout(model: nn.Module) -> list[str]:
-    """Return the name, shape and dtype of each persistent buffer as text."""
-    return [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in persistent_buffers(model).items()]
+def buffer_layout(model: nn.Module, at_home: Collection[str] = ()) -> list[str]:
+    """Return the name, shape and dtype of each persistent buffer, without those ``at_home``, as text."""
+    buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if name not in at_home}
+    return [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in buffers.items()]
 
 
-def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def collect_buffers(model: nn.Module, at_home: Collection[str] = ()) -> tuple[Tensor | None, Tensor | None]:
     """Return the floating-point buffers as ``(n,)`` float32 and the bytes of all others as ``(n,)`` uint8.
 
-    Each is None if the model has no such buffers. Both are on the CPU, in the order of ``model.named_buffers()``.
+    Those ``at_home`` are left out. Each is None if the model has no such buffers. Both are on the CPU, in the order of
+    ``model.named_buffers()``.
 
     >>> floats, integers = collect_buffers(nn.BatchNorm1d(2))    # running mean and variance; number of batches
     >>> floats.tolist(), integers.numel()
     ([0.0, 0.0, 1.0, 1.0], 8)
     """
-    floating, others = _split(model)
+    floating, others = _split(model, at_home)
     floats = [buffer.detach().float().cpu().reshape(-1) for buffer in floating.values()]
     integers = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in others.values()]
     return torch.cat(floats) if floats else None, torch.cat(integers) if integers else None
 
 
-def named_buffers(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> dict[str, Tensor]:
+def named_buffers(
+    model: nn.Module, floats: Tensor | None, integers: Tensor | None, at_home: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return the values that `collect_buffers` returned under each name of their buffer, in its shape and dtype."""
     values: dict[int, Tensor] = {}
-    for source, buffers in zip((floats, integers), _split(model), strict=True):
+    for source, buffers in zip((floats, integers), _split(model, at_home), strict=True):
         start = 0
         for buffer in buffers.values():
             assert source is not None
@@ -271,18 +275,21 @@ def named_buffers(model: nn.Module, floats: Tensor | None, integers: Tensor | No
             part = part.to(buffer.dtype) if source is floats else part.clone().view(buffer.dtype)
             values[id(buffer)] = part.view(buffer.shape)
             start = stop
-    return {name: values[id(buffer)] for name, buffer in all_buffers(model)}
+    return {name: values[id(buffer)] for name, buffer in all_buffers(model) if id(buffer) in values}
 
 
-def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
+def restore_buffers_(
+    model: nn.Module, floats: Tensor | None, integers: Tensor | None, at_home: Collection[str] = ()
+) -> None:
     """Copy the values returned by `collect_buffers` into the model's buffers, in their own dtype and device."""
-    values = named_buffers(model, floats, integers)
-    for name, buffer in persistent_buffers(model).items():
-        buffer.detach().copy_(values[name])
-
-
-def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the floating-point buffers and all others."""
     buffers = persistent_buffers(model)
+    for name, values in named_buffers(model, floats, integers, at_home).items():
+        if name in buffers:
+            buffers[name].detach().copy_(values)
+
+
+def _split(model: nn.Module, at_home: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the floating-point buffers and all others, without those ``at_home``."""
+    buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if name not in at_home}
     floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
     return floating, {name: buffer for name, buffer in buffers.items() if name not in floating}

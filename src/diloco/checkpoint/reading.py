@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
 MANIFEST = "manifest.json"
-LASTING = ("model", "configuration", "base model", "tokenizer", "chat template", "data")
+LASTING = ("model", "configuration", "base model", "tokenizer", "chat template", "data", "at home")
 """The facts of a run that are the same whenever it resumes, wherever its files are."""
 _PART = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*")  # lower case, as some file systems ignore case
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import UnionType
@@ -44,6 +44,7 @@ from diloco.algorithm import (
     local_shard,
     make_codec,
     named_parameters,
+    names_at_home,
     partition,
     persistent_buffers,
     trainable_parameters,
@@ -100,6 +101,7 @@ class Arguments:
     global_device: torch.device | str | None = None
     weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=GREATEST_WEIGHT)] = 1.0
     max_norm: Annotated[Shared[float | None], Meta(gt=0)]
+    at_home: Sequence[str]  # once completed, whole names
     average: Shared[AverageRule | None]
     isotropic: Shared[bool]
     mean_codec: Shared[Codec | str]
@@ -166,11 +168,13 @@ def complete(**given: Any) -> Arguments:
     """Return arguments as given to `DiLoCo` with their defaults, of which some follow from others."""
     check_kinds(given)
     schedule = given["schedule"] or SyncSchedule(inner_steps=100)
-    layouts = tuple(given["fragments"] or partition(given["model"], num_fragments=schedule.num_fragments))
+    model, at_home = given["model"], given["at_home"]
+    layouts = given["fragments"] or partition(model, num_fragments=schedule.num_fragments, at_home=at_home)
     codec, mean = given["codec"], given["mean_codec"]
     completed = {
         "schedule": schedule,
-        "fragments": layouts,
+        "fragments": tuple(layouts),
+        "at_home": names_at_home(model, at_home),
         "outer_optimizer": given["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
         "merge": given["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
         "codec": make_codec(codec) if isinstance(codec, str) else codec,
@@ -194,7 +198,7 @@ def check_arguments(arguments: Arguments) -> None:
             f"mean_codec={mean.name!r} leaves out much of what it encodes, and means have no error feedback. Use "
             "another."
         )
-    check_coverage(model, fragments)
+    check_coverage(model, fragments, arguments.at_home)
     trainable = trainable_parameters(model)
     check_buffers(model)
     inner = arguments.inner_optimizer
@@ -224,9 +228,10 @@ def check_arguments(arguments: Arguments) -> None:
     whole = "max_norm" if arguments.max_norm is not None else ""  # which no rank can take of a shard
     if average is not None and not average.elementwise:
         whole = _described(average)
-    if arguments.isotropic and not hidden_matrices(model):
+    if arguments.isotropic and hidden_matrices(model).keys() <= {*arguments.at_home}:
         raise ConfigurationError(
-            "isotropic=True needs hidden matrices, but this model has none besides its embeddings and head. Omit it."
+            "isotropic=True needs hidden matrices, but what is sent of this model has none besides its embeddings and "
+            "head. Omit it."
         )
     if whole and sharded:
         raise ConfigurationError(
@@ -254,6 +259,7 @@ def argument_facts(arguments: Arguments, kind: str = "shared") -> dict[str, str]
     model = arguments.model
     names = [name for name, hint in _hints().items() if kind in getattr(hint, "__metadata__", ())]
     facts = {name.replace("_", " "): _described(getattr(arguments, name)) for name in names}
+    facts["at home"] = _listed(arguments.at_home, _MAX_CHARACTERS)
     if kind == "saved":  # a run may go on with another learning rate
         facts["outer optimizer"] = type(arguments.outer_optimizer).__name__
     else:
@@ -263,7 +269,9 @@ def argument_facts(arguments: Arguments, kind: str = "shared") -> dict[str, str]
     fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments.fragments}
     if len(fragments) > _MAX_FRAGMENTS or sum(map(len, fragments.values())) > _MAX_FRAGMENT_CHARACTERS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
-    return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})
+    if kind == "shared":
+        fragments["buffers"] = _listed(buffer_layout(model, arguments.at_home), _MAX_CHARACTERS)
+    return facts | fragments
 
 
 def _described(value: object) -> str:
@@ -309,12 +317,13 @@ def frozen_facts(model: nn.Module) -> dict[str, str]:
     return {"frozen parameters of these digests": _listed(frozen, _MAX_CHARACTERS)} if frozen else {}
 
 
-def first_weights(model: nn.Module) -> str:
+def first_weights(model: nn.Module, at_home: Collection[str] = ()) -> str:
     """Return the trainable parameters and the buffers with digests of their values, all of which are read, as a fact.
 
-    Call it on all ranks that have shards.
+    Those ``at_home`` are left out. Call it on all ranks that have shards.
     """
     tensors = trainable_parameters(model) | persistent_buffers(model)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in at_home}
     digests = {name: digest_tensors({"": _whole(tensor).float()}) for name, tensor in tensors.items()}
     return _listed([f"{name} {digest[:16]}" for name, digest in digests.items()], _MAX_CHARACTERS // 2)
 

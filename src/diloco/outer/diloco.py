@@ -30,6 +30,7 @@ from diloco.algorithm import (
     digest_state,
     holding,
     local_shard,
+    named_parameters,
     reshard,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
@@ -80,6 +81,9 @@ class DiLoCo:
         global_device: The device of the global parameters and the outer state, e.g. "cpu". None: the model's device.
         weight: The weight of this replica in the mean, which is multiplied by the fraction of the window that it has
             trained. Set it if replicas have different batch sizes.
+        at_home: Parts of the names of parameters and buffers that each replica keeps to itself, such as "lm_head" or
+            "layers.0". They are in no fragment, trained like all others, and never sent, also to a replica that joins.
+            They may begin with other values on each replica. Default: none.
         max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
         isotropic: Whether to give the mean of each hidden matrix about equal singular values before the outer step (see
             `isotropic`, IsoLoCo), which helps with AdamW inside. The updates of Muon already have such values.
@@ -126,6 +130,7 @@ class DiLoCo:
         error_feedback: bool | float = False,
         global_device: torch.device | str | None = None,
         weight: float = 1.0,
+        at_home: Sequence[str] = (),
         max_norm: float | None = None,
         average: AverageRule | None = None,
         isotropic: bool = False,
@@ -147,6 +152,7 @@ class DiLoCo:
             error_feedback=error_feedback,
             global_device=global_device,
             weight=weight,
+            at_home=at_home,
             max_norm=max_norm,
             average=average,
             isotropic=isotropic,
@@ -169,6 +175,8 @@ class DiLoCo:
         self.fragments: tuple[Fragment, ...] = tuple(
             Fragment(layout, arguments, self._ranks, copies, shared.get(layout.index)) for layout in arguments.fragments
         )
+        self.at_home = arguments.at_home  # the whole names
+        self._kept = {name: each for name, each in named_parameters(model).items() if name in self.at_home}
         self.recovery = StateRecovery(self.fragments, self.transport, self._ranks)
         self._listen = on_event or _Warnings()
         self._has_begun = False
@@ -178,7 +186,7 @@ class DiLoCo:
         self._facts = argument_facts(arguments) | frozen_facts(model) if compare_arguments else {}
         compare_weights = compare_arguments and compare_weights and not self.transport.joining
         goes_on = any(bare_optimizer(each).state for each in self._optimizers)  # perhaps; see `load_state_dict`
-        weights = first_weights(model) if compare_weights else GOES_ON
+        weights = first_weights(model, self.at_home) if compare_weights else GOES_ON
         self._weights_to_compare = weights if goes_on else GOES_ON
         self._publish_and_compare(self.transport, GOES_ON if goes_on else weights)
         self._note(*copies.doubts)
@@ -292,9 +300,9 @@ class DiLoCo:
         return sum(fragment.void for fragment in self.fragments)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return name -> synchronised parameter of the model, also if it has been frozen since."""
+        """Return name -> synchronised parameter of the model and those at home, also if it has been frozen since."""
         reshard(self.model)
-        return {n: each for f in self.fragments for n, each in zip(f.names, f.parameters, strict=True)}
+        return self._kept | {n: each for f in self.fragments for n, each in zip(f.names, f.parameters, strict=True)}
 
     def named_global_params(self) -> dict[str, torch.Tensor]:
         """Return name -> global value, float32 in the shape of this rank's shard: views, which must not be changed."""
@@ -302,16 +310,17 @@ class DiLoCo:
         return dict(itertools.chain.from_iterable(named))
 
     def local_values(self) -> dict[str, torch.Tensor]:
-        """Return name -> this rank's part of each synchronised parameter and buffer, on the memory of the model."""
+        """Return name -> this rank's part of each such parameter and each buffer, on the memory of the model."""
         named = self.named_parameters() | dict(all_buffers(self.model))
         return {name: local_shard(tensor) for name, tensor in named.items()}
 
     def global_values(self) -> dict[str, torch.Tensor]:
         """Return what the replicas have agreed on under the same names: global parameters, and buffers.
 
-        The buffers are those of the last average, or at first those with which all replicas began.
+        The buffers are those of the last average, or at first those with which all replicas began. What stays at home
+        is this replica's own.
         """
-        return self.named_global_params() | self.fragments[-1].named_buffers()
+        return self.local_values() | self.named_global_params() | self.fragments[-1].named_buffers()
 
     def digest(self) -> str:
         """Return a digest of all global parameters, outer state and agreed buffers, as 32 hexadecimal digits.

@@ -107,6 +107,7 @@ class Fragment:
         state: GlobalState | None = None,
     ) -> None:
         self._model = arguments.model
+        self._at_home = arguments.at_home
         self._merge = arguments.merge
         self._decay = float(arguments.error_feedback)
         self._ranks = ranks
@@ -364,17 +365,20 @@ class Fragment:
                 rule.merge(local, values, kept[0] if kept else None)
 
     def _local_buffers(self) -> dict[str, Any]:
-        return buffers_of(collect_buffers(self._model)) if self.carries_buffers else {}
+        return buffers_of(collect_buffers(self._model, self._at_home)) if self.carries_buffers else {}
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return name -> agreed value of each buffer that the fragment carries, in its shape and dtype, on the CPU."""
         held = self.state.buffers
-        return named_buffers(self._model, held.get("buffers"), held.get("integers")) if self.carries_buffers else {}
+        if not self.carries_buffers:
+            return {}
+        return named_buffers(self._model, held.get("buffers"), held.get("integers"), self._at_home)
 
     def reset_buffers(self) -> None:
         """Set the model's buffers to the agreed ones, if this fragment carries them."""
         if self.carries_buffers:
-            restore_buffers_(self._model, self.state.buffers.get("buffers"), self.state.buffers.get("integers"))
+            held = self.state.buffers
+            restore_buffers_(self._model, held.get("buffers"), held.get("integers"), self._at_home)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""

@@ -19,6 +19,7 @@ from diloco.algorithm import (
     FragmentLayout,
     SyncSettings,
     data_parallel_bytes,
+    names_at_home,
     partition,
     plan_exchange,
     trainable_parameters,
@@ -30,7 +31,7 @@ from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.inner import check_inner_arguments
 from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
-from diloco.units import format_bytes, format_ratio
+from diloco.units import format_bytes, format_ratio, in_short
 
 
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
         "merge": MERGE_RULES.make(sync.merge or "alpha", sync.arguments_of("merge"), alpha=sync.merge_alpha or 0.0),
         "average": AVERAGES.make(sync.average, sync.arguments_of("average")),
         "max_norm": sync.max_norm,
+        "at_home": sync.at_home,
         "isotropic": sync.isotropic,
     }
 
@@ -74,7 +76,8 @@ def check_components(settings: RunSettings) -> None:
 
 def make_fragments(sync: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
     """Partition ``model`` into fragments as resolved settings say."""
-    return partition(model, num_fragments=sync.num_fragments or 1, strategy=sync.fragment_strategy)
+    number, strategy = sync.num_fragments or 1, sync.fragment_strategy
+    return partition(model, num_fragments=number, strategy=strategy, at_home=sync.at_home)
 
 
 def make_transport(settings: RunSettings) -> InProcessTransport:
@@ -183,6 +186,8 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     if settings.algorithm in ("streaming", "diloco"):
         facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
         facts |= _describe_rounds(settings, model)
+    if names := names_at_home(model, settings.sync.at_home):
+        facts["at home"] = f"{in_short(names)}: each replica keeps its own"
     return facts
 
 

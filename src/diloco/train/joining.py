@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from diloco.algorithm import local_shard, trainable_parameters
+from diloco.algorithm import local_shard, model_state, trainable_parameters
 from diloco.checkpoint import LASTING, Checkpoint, list_checkpoints, open_checkpoint, open_sound
 from diloco.errors import (
     CheckpointError,
@@ -46,7 +46,7 @@ def _join_run(session: Session, fleet: Fleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
-    if session.settings.data.local:
+    if session.settings.data.local or session.at_home:
         _find_own_place(session, replica)
     # in a swarm that is about to begin with a shared start, nobody has a state yet
     if not fleet.elastic or fleet.directory.step > 0 or replica.diloco is not None:
@@ -55,13 +55,17 @@ def _join_run(session: Session, fleet: Fleet) -> None:
 
 
 def _find_own_place(session: Session, replica: Replica) -> None:
-    """Go on in the data of this replica, which nobody else has, where its own checkpoint stopped, if there is one."""
+    """Go on with what nobody else has, this replica's data and what stays at home, as its own checkpoint has it."""
     resume = session.settings.checkpoint.resume
     if resume is None or not (held := newest_checkpoints(Path(resume), replica.number, check=True)):
         return
     checkpoint = max(held, key=lambda each: each.step)
     _check_same_run(session, checkpoint)
-    replica.sampler.load_state_dict(checkpoint.load(f"replica-{replica.number}")["sampler"])
+    if session.settings.data.local:
+        replica.sampler.load_state_dict(checkpoint.load(f"replica-{replica.number}")["sampler"])
+    kept = {f"model/{name}": each for name, each in model_state(replica.model).items() if name in session.at_home}
+    if kept:
+        checkpoint.load_into(f"replica-{replica.number}-values", kept)
 
 
 def _adopt_state(session: Session, replica: Replica, fleet: Fleet) -> None:

@@ -7,6 +7,7 @@ step and after a shared start. If any differs, all take those of the replica wit
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,11 +38,18 @@ from diloco.transport import ReplicaGroup, Transport
 _CODEC = make_codec("float32")
 
 
-def agree_on_weights(model: LanguageModel, optimizer: Any, transport: Transport, group: ReplicaGroup, step: int) -> str:
+def agree_on_weights(
+    model: LanguageModel,
+    optimizer: Any,
+    transport: Transport,
+    group: ReplicaGroup,
+    step: int,
+    at_home: Collection[str] = (),
+) -> str:
     """Give the model the weights and buffers of the first replica, unless all have the same.
 
     All replicas call it after inner step ``step``. ``group`` are the ranks of this one, each of which exchanges the
-    values that it holds.
+    values that it holds. Parameters and buffers ``at_home`` are left out.
 
     Returns:
         A sentence on what was changed, or "" if all have the same.
@@ -49,8 +57,9 @@ def agree_on_weights(model: LanguageModel, optimizer: Any, transport: Transport,
     Raises:
         TransportError: if a round is void or a replica is lost. Nothing was changed.
     """
-    shards = {name: local_shard(each) for name, each in trainable_parameters(model).items()}
-    digest = bytes.fromhex(digest_tensors(shards | persistent_buffers(model)))
+    tensors = {**trainable_parameters(model), **persistent_buffers(model)}
+    shards = {name: local_shard(each) for name, each in tensors.items() if name not in at_home}
+    digest = bytes.fromhex(digest_tensors(shards))
     mine = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
     moved = transport.sent_bytes, transport.received_bytes  # those of payloads, and these few bytes are none
     values = mine.float().to(next(iter(shards.values())).device)
@@ -62,16 +71,18 @@ def agree_on_weights(model: LanguageModel, optimizer: Any, transport: Transport,
     if group.all(torch.equal(average.values.cpu(), of_first.cpu().float())):
         return ""
     whose = "this replica" if group.any(not torch.equal(of_first.cpu(), mine)) else "another replica"
-    _take_over(model, optimizer, transport, first, step)
+    _take_over(model, optimizer, transport, first, step, at_home)
     return (
         f"After step {step} the weights of {whose} differed from those of replica {first}, as another kind of "
         f"processor rounds otherwise. All replicas go on with those of replica {first}."
     )
 
 
-def _take_over(model: LanguageModel, optimizer: Any, transport: Transport, first: int, step: int) -> None:
-    parameters = list(trainable_parameters(model).values())
-    buffers, integers = collect_buffers(model)
+def _take_over(
+    model: LanguageModel, optimizer: Any, transport: Transport, first: int, step: int, at_home: Collection[str]
+) -> None:
+    parameters = [each for name, each in trainable_parameters(model).items() if name not in at_home]
+    buffers, integers = collect_buffers(model, at_home)
     numel, device = sum(local_shard(each).numel() for each in parameters), local_shard(parameters[0]).device
     values = torch.zeros(numel, dtype=torch.float32, device=device)
     if mine := transport.replica == first:
@@ -85,7 +96,7 @@ def _take_over(model: LanguageModel, optimizer: Any, transport: Transport, first
     if average.integers is not None:
         split = 0 if buffers is None else buffers.nbytes
         floats, rest = average.integers[:split].clone().view(torch.float32), average.integers[split:]
-        restore_buffers_(model, None if buffers is None else floats, None if integers is None else rest)
+        restore_buffers_(model, None if buffers is None else floats, None if integers is None else rest, at_home)
 
 
 def _averaged(transport: Transport, round_id: RoundId, values: Tensor, **more: Any) -> Average:

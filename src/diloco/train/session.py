@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,6 +177,12 @@ class Session:
         )
 
     @property
+    def at_home(self) -> Sequence[str]:
+        """The names of what each replica keeps to itself."""
+        diloco = self.replicas[0].diloco
+        return diloco.at_home if diloco else ()
+
+    @property
     def epoch(self) -> int:
         """The pass over the data, from 1."""
         return int(self.replicas[0].sampler.epochs) + 1
@@ -225,7 +231,7 @@ class Session:
             return
         try:
             transport, step = first.gradients.transport, self.totals.steps
-            words = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step)
+            words = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step, self.at_home)
         except RoundVoidError as error:
             words = f"{error} So it isn't known whether all replicas have the same weights."
         except TransportError:

@@ -365,6 +365,7 @@ _NEEDS = (
         attribute="mean_codec",
     ),
     _Need("sync.arguments.average.max_norm", "algorithm", _OUTER_LOOPS, attribute="max_norm"),
+    _Need("sync.arguments.average.at_home", "algorithm", _OUTER_LOOPS, attribute="at_home"),
     _Need("sync.merge_alpha", "algorithm", ("streaming",)),
     _Need("sync.overlap_steps", "algorithm", ("streaming",)),
     _Need("network.straggler", "network.transport", transports(elastic=True), always=("wait",)),
@@ -388,6 +389,11 @@ def _check_together(settings: RunSettings) -> None:
     network, sync = settings.network, settings.sync
     for need in _NEEDS:
         need.check(settings)
+    _refuse_if(
+        bool(sync.at_home) and settings.train.data_parallel_steps > 0,
+        f"sync.arguments.average.at_home can't be used with train.data_parallel_steps="
+        f"{settings.train.data_parallel_steps}: such steps average all gradients. Use --data-parallel-steps 0.",
+    )
     _refuse_if(
         sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
         f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "

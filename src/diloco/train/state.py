@@ -22,6 +22,7 @@ from diloco.train.inner import InnerLoop
 from diloco.train.replica import load_process_random, process_random
 from diloco.trained import REST, rest_of_state, saved_once
 from diloco.transport import transports
+from diloco.units import in_short
 
 if TYPE_CHECKING:
     from diloco.train.session import Session
@@ -64,9 +65,9 @@ class ReplicaState:
         return values
 
     def rest_of_model(self) -> dict[str, Tensor]:
-        """Return name -> tensor of the frozen parameters and the agreed buffers, which the saved model has as well."""
-        rest = rest_of_state(self.inner.model, self.parameters)
-        agreed = self.diloco.global_values() if self.diloco else {}
+        """Return name -> tensor of the rest of the saved model: frozen parameters, agreed buffers, what is at home."""
+        rest = rest_of_state(self.inner.model, {name: self.parameters[name] for name in self.global_params()})
+        agreed = self.diloco.fragments[-1].named_buffers() if self.diloco else {}
         return {name: agreed.get(name, tensor) for name, tensor in rest.items()}
 
     def rest(self) -> dict[str, Any]:
@@ -201,9 +202,11 @@ def save_session(
 
 def _about(session: Session) -> dict[str, Any]:
     settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
+    at_home = session.at_home
     return {
         "algorithm": settings.algorithm,
         "num_replicas": session.num_replicas,
+        **({"at_home": f"{in_short(at_home)} of replica {session.fleet.local[0]}"} if at_home else {}),
         **({"elastic": True} if session.fleet.elastic else {}),  # it is complete without the others' checkpoints
         "parameters": model.num_parameters(),
         "sequence_length": settings.train.sequence_length,

@@ -53,7 +53,7 @@ from diloco.model import (
 )
 from diloco.plugins import confirm, same_code
 from diloco.private_files import read_regular
-from diloco.units import diff
+from diloco.units import diff, visible
 from diloco.waiting import described
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ def load_trained(
         averaged = _last_checkpoints(checkpoint, average_last)
         values = _mean_weights(values, [each.values("global") for each in averaged])
         weights = f"mean of the global parameters of {average_last} checkpoints, from step {averaged[0].step}"
+    if own := checkpoint.fact("at_home", str, ""):
+        weights += f", with {visible(own)}"
     load_parameters(model, values)
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"

@@ -1,0 +1,150 @@
+"""`sync.arguments.average.at_home`: what each replica keeps to itself, in runs and in what is made of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.algorithm import named_parameters
+from diloco.checkpoint import open_checkpoint
+from diloco.cli import main
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.events import RunStarted
+from diloco.train import describe, identity, make_fragments, outline
+from diloco.trained import load_trained
+from tests.processes import Processes, free_port
+from tests.runs import Listener, settings_of, train
+from tests.same import raw, same
+from tests.train.test_state import rank
+
+HEAD = "--sync.arguments.average.at-home lm_head"
+WHOLE = f"{HEAD} --codec int8 --error-feedback 1"
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two replicas in one process."""
+    out = tmp_path_factory.mktemp("at-home") / "run"
+    train(data, out, WHOLE)
+    return out
+
+
+def head_of(run: Path, replica: int) -> torch.Tensor:
+    return open_checkpoint(run).values(f"replica-{replica}-values")["model/lm_head.weight"]
+
+
+def test_each_replica_has_a_head_of_its_own_and_the_global_parameters_have_none(run: Path) -> None:
+    checkpoint = open_checkpoint(run)
+    assert "lm_head.weight" not in checkpoint.values("global")
+    assert not [name for name in checkpoint.values("outer") if "lm_head" in name]
+    assert not torch.equal(head_of(run, 0), head_of(run, 1))
+    for fragment in checkpoint.fact("fragments", list):
+        assert "lm_head.weight" not in fragment["parameters"]
+
+
+def test_what_is_made_of_a_checkpoint_has_the_head_of_its_replica_and_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says = "global parameters, with lm_head.weight of replica 0"
+    trained = load_trained(run)
+    assert trained.weights == says
+    assert raw(named_parameters(trained.model)["lm_head.weight"].detach()) == raw(head_of(run, 0))
+    embedding = named_parameters(trained.model)["model.embed_tokens.weight"].detach()
+    assert raw(embedding) == raw(open_checkpoint(run).values("global")["model.embed_tokens.weight"])
+    for command in (f"evaluate {run}", f"export {run} --out {tmp_path}/out"):
+        assert main(command.split()) == 0, command
+        assert says in "".join(capsys.readouterr()), command
+    assert json.loads((tmp_path / "out" / "diloco.json").read_text())["weights"] == says
+
+
+@pytest.mark.parametrize("stop", [2, 6, 7])
+def test_stopped_anywhere_and_resumed_it_is_as_if_it_had_never_stopped(
+    stop: int, run: Path, data: Path, tmp_path: Path
+) -> None:
+    """Also with rounds in flight."""
+    train(data, tmp_path / "run", f"{WHOLE} --stop-after {stop}")
+    train(data, tmp_path / "run", f"{WHOLE} --resume {tmp_path / 'run'}")
+    whole, again = open_checkpoint(run), open_checkpoint(tmp_path / "run")
+    for part in ("global", "outer", "replica-0-values", "replica-1-values"):
+        assert same(whole.load(part), again.load(part)), part
+
+
+def test_replicas_that_move_to_processes_of_their_own_take_their_heads_with_them(
+    run: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    train(data, out, f"{WHOLE} --stop-after 6")
+    with Processes() as processes:
+        processes.start(2, rank, "tcp", f"--resume {out} --transport tcp --stop-after 12", free_port())
+        assert set(processes.results(timeout_s=300).values()) == {0}
+    for number, folder in enumerate((out, out / "replica-1")):
+        assert raw(open_checkpoint(folder).values(f"replica-{number}-values")["model/lm_head.weight"]) == raw(
+            head_of(run, number)
+        )
+        words = f"global parameters, with lm_head.weight of replica {number}"
+        assert load_trained(folder).weights == words
+    digests = {json.loads((each / "summary.json").read_text())["global_params_digest"] for each in (run, out)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("words", ["", "--sync.arguments.average.at-home norm"])
+def test_a_run_goes_on_only_with_the_same_at_home(words: str, run: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has at home = lm_head.weight and this run has at home = (none|.*norm)"):
+        train(data, tmp_path / "on", f"{words} --codec int8 --error-feedback 1 --resume {run}")
+    assert not (tmp_path / "on").exists()
+
+
+def test_the_command_that_goes_on_refuses_another_at_home(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "--sync.arguments.average.at-home norm"
+    assert main(f"train --resume {run} {other} --steps 13 --out {tmp_path} --monitor.console quiet".split()) == 2
+    assert "sync.arguments" in capsys.readouterr().err
+
+
+def test_a_run_says_at_the_start_what_stays_at_home_and_its_plan_counts_fewer_bytes(data: Path, tmp_path: Path) -> None:
+    told = Listener()
+    train(data, tmp_path / "run", f"{HEAD} --steps 2", sink=told)
+    (started,) = told.of(RunStarted)
+    assert started.facts["at home"] == "lm_head.weight: each replica keeps its own"
+    sizes = []
+    for words in ("", HEAD):
+        settings = settings_of(data, words)
+        model = outline(settings, 257)
+        sizes.append([fragment.numel for fragment in make_fragments(settings.sync, model)])
+        assert ("at home" in describe(settings, model)) == bool(words)
+    head = outline(settings_of(data), 257).lm_head
+    assert isinstance(head, torch.nn.Linear)
+    assert sum(sizes[0]) - sum(sizes[1]) == head.weight.numel() == 257 * 16
+
+
+def test_replicas_compare_what_stays_at_home(data: Path) -> None:
+    facts = []
+    for words in ("", HEAD):
+        settings = settings_of(data, words)
+        facts.append(identity(settings, outline(settings, 257))["at home"])
+    assert facts == ["none", "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sync.arguments.average.at-home lmhead", "'lmhead' can't stay at home, .* did you mean 'lm_head'?"),
+        (f"{HEAD} --model.arguments.tie-embeddings true", "'lm_head' can't stay at home, .* A tied output projection"),
+        (f"{HEAD} --algorithm data-parallel", r"at_home=\('lm_head',\) can't be used with algorithm='data-parallel'"),
+        ("--sync.arguments.average.at-home [3]", r"at_home must be a list of texts such as \['lm_head'\], got \(3,\)"),
+        ("--sync.arguments.average.at-home {a=1}", "at_home must be a list of texts"),
+        ("--sync.arguments.average.at-home ['model','lm_head']", "leaves nothing to synchronise"),
+        (
+            f"{HEAD} --data-parallel-steps 3",
+            "can't be used with train.data_parallel_steps=3: .* --data-parallel-steps 0",
+        ),
+    ],
+)
+def test_what_can_not_stay_at_home_is_refused_before_anything_is_written(
+    words: str, said: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        train(data, tmp_path / "run", words)
+    assert not (tmp_path / "run").exists()
