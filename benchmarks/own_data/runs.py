@@ -39,6 +39,7 @@ FLAT: Settings = ISOTROPIC | outer(1.2, 0.8)
 MUON: Settings = {"optimizer": "Muon", "betas": (0.97, 0.99), "learning_rate": 8e-3} | outer(1.0, 0.6)
 HEAD_AT_HOME: Settings = {"at_home": "lm_head"}
 EQUAL: Settings = {"difference": 0.0}
+WITHOUT_START: Settings = {"start": 0, "momentum_warmup": 53}  # as the package begins over links
 
 
 def each(*variants: Settings, seeds: tuple[int, ...] = SEEDS) -> list[SiteRun]:
@@ -51,6 +52,14 @@ GROUPS = {
     "projects": each(*(PROJECTS | way for way in (CENTRAL, {}, ALONE))),
     "at home": each({"steps_at_home": 50}, {"at_home": "norm"}, HEAD_AT_HOME, seeds=(0,)),
     "head at home": [*each(HEAD_AT_HOME, seeds=(1, 2)), *each(PROJECTS | HEAD_AT_HOME)],
+    "who joins at step 400": each(
+        *(
+            HEAD_AT_HOME | {"joins_at": 400} | way
+            for way in ({"warmup_at_home": 10}, {"joins_with": "donor"}, {"warmup_at_home": 40}, {})
+        ),
+        seeds=(0,),
+    ),
+    "without a shared start": each(WITHOUT_START, WITHOUT_START | HEAD_AT_HOME),
     "isotropic": each(FLAT, FLAT | EQUAL, seeds=(0,)),
     "drift": each(*(LONGER | way for way in ({"proximal": 1.0}, {"correction": 0.5})), seeds=(0,)),
     "half": each({"difference": 0.5}, ALONE | {"difference": 0.5}, seeds=(0,)),

@@ -18,13 +18,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from diloco.checkpoint import CheckpointWriter
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
 from diloco.membership import GREATEST, Candidate, View
 from diloco.protocol import Disconnected, Entry, Excluded, RankLost, Received, Rules
-from diloco.train import Fleet, follow_views
+from diloco.train import Fleet, find_beginning, follow_views, save_session
 from diloco.transport import (
     Address,
     Admission,
@@ -112,6 +114,41 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
         fleets[0].join(LIMIT_S)
         started.join(LIMIT_S)
         assert started.transport.view.members == (0, 1, 2, 3)
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of_all(
+    has_saved: bool, meet: Meet, data: Path, tmp_path: Path
+) -> None:
+    """Without a checkpoint it begins with the initial head, or with the one that it is given: nobody's is sent."""
+    words = "--transport tcp --join 127.0.0.1:1 --sync.arguments.average.at-home lm_head"
+    fleets = meet(2)
+    donor, killed = at_once([partial(session_of, data, words, fleet) for fleet in fleets])
+    head = killed.replicas[0].model.get_parameter("lm_head.weight").detach()
+    initial = head.clone()
+    with torch.no_grad():
+        head.add_(1.0)
+        donor.replicas[0].model.get_parameter("lm_head.weight").sub_(1.0)
+        for fragment in donor.replicas[0].diloco.fragments:
+            with fragment.state.changing():
+                fragment.state.values.add_(0.5)
+    if has_saved:
+        writer = CheckpointWriter()
+        save_session(killed, writer, tmp_path / "replica-1" / "checkpoints", keep=1)
+        assert writer.poll(wait=True)
+        words += f" --resume {tmp_path}"
+    fleets[1].close()
+    place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address, join_window_s=1.0)
+    started = Fleet.meet(place, RULES)
+    try:
+        back = session_of(data, words, started)
+        find_beginning(back)
+        model, theirs = back.replicas[0].model, donor.replicas[0].diloco.named_global_params()
+        assert torch.equal(model.get_parameter("lm_head.weight"), initial + 1.0 if has_saved else initial)
+        for name, values in theirs.items():
+            assert torch.equal(model.get_parameter(name), values), name
     finally:
         started.close()
 

@@ -14,6 +14,7 @@ from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
+from .joining import find_beginning as find_beginning
 from .joining import follow_views as follow_views
 from .joining import held_step as held_step
 from .parallel import ParallelModel as ParallelModel
