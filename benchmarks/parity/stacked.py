@@ -69,6 +69,8 @@ class Stack:
         rates = [ValueSchedule(peak=run.learning_rate, final_ratio=run.final_ratio, **shape) for run in runs]
         self.rates = self.by_copy(torch.tensor([[rate(step) for step in range(first.steps)] for rate in rates])).T
         self.ratio, self.momentum = self.column("matrix_lr_ratio"), self.column("momentum")[:, None, None]
+        weights = [run.momentum_weight or run.momentum for run in runs]
+        self.weight = self.by_copy(torch.tensor(weights))[:, None, None]
         self.cosine, self.sine = rotations(device)
         self.codec, self.dropped = make_codec(first.codec), torch.zeros((), device=device)
         self.start_codec = make_codec(first.start_codec)
@@ -92,13 +94,21 @@ class Stack:
                 self.encode(gradients, self.codec, self.runs[0].error_feedback)
             if self.runs[0].start_codec != "float32" and starting:
                 self.encode(gradients, self.start_codec, 1.0)
+            voting, averaged = self.runs[0].votes and not starting, list(gradients)
+            if voting:
+                averaged = [g for name, g in zip(self.tensors, gradients, strict=True) if name not in self.hidden]
+                self.encode(averaged, self.codec, self.runs[0].error_feedback)
             senders = self.runs[0].start_replicas if starting else 0
-            for gradient in gradients if shared else ():
+            for gradient in averaged if shared else ():
                 mine = gradient[: shared * self.replicas].view(shared, self.replicas, *gradient.shape[1:])
                 mine.copy_(mine[:, : senders or None].mean(1, keepdim=True).expand_as(mine))
             norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-            self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared)
+            if voting:
+                scale = scale.view(-1, self.replicas).mean(1).repeat_interleave(self.replicas)
+            self.apply(
+                {name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared, voting
+            )
         return each.detach()
 
     def encode(self, gradients: Sequence[Tensor], codec: Codec, feedback: float) -> None:
@@ -109,7 +119,7 @@ class Stack:
         for gradient, part in parts(gradients, received):
             gradient.copy_(part)
 
-    def apply(self, gradients: Tensors, shared: int) -> None:
+    def apply(self, gradients: Tensors, shared: int, voting: bool) -> None:
         run, rate = self.runs[0], self.rates[self.step]
         self.step += 1
         alike: dict[Any, list[tuple[str, Tensor]]] = {}
@@ -121,7 +131,7 @@ class Stack:
                     last = state["momentum"] * (1 - self.momentum)
                     state["variance"].lerp_((last - gradient).square_(), 0.05)
                 momentum = state["momentum"].mul_(self.momentum).add_(gradient)
-                update = gradient.addcmul_(momentum, self.momentum)
+                update = gradient.addcmul_(momentum, self.weight)
                 if run.noise_gamma:
                     square = (update * (1 - self.momentum)).square_()
                     update.div_(square.add_(state["variance"], alpha=run.noise_gamma).sqrt_().add_(1e-12))
@@ -135,10 +145,11 @@ class Stack:
             values.sub_((first / divisor).mul_(like(rate / (1 - one**self.step), values)))
         for shape, pairs in alike.items():
             updates = torch.stack([update for _, update in pairs])  # equal for replicas that share their gradients
+            if voting:
+                updates = self.votes(self.orthogonal(updates))
             rest = updates[:, shared * self.replicas :]
             needed = torch.cat([updates[:, : shared * self.replicas : self.replicas], rest], 1)
-            half = needed.bfloat16() if needed.is_cuda else needed
-            results = newton_schulz(half.flatten(0, 1), run.newton_schulz_steps).to(updates.dtype).view(needed.shape)
+            results = self.orthogonal(needed)
             both = results[:, :shared].repeat_interleave(self.replicas, 1), results[:, shared:]
             orthogonal = torch.cat(both, 1)
             if run.row_norms:
@@ -147,6 +158,17 @@ class Stack:
             for (name, _), update in zip(pairs, orthogonal, strict=True):
                 size = like(step * math.sqrt(max(1.0, shape[1] / shape[2])), update)
                 self.tensors[name].mul_(1 - like(step * 0.1, update)).sub_(update.mul_(size))
+
+    def orthogonal(self, updates: Tensor) -> Tensor:
+        """Return the orthogonal factors of ``(..., rows, columns)`` matrices."""
+        half = updates.bfloat16() if updates.is_cuda else updates
+        result = newton_schulz(half.flatten(0, -3), self.runs[0].newton_schulz_steps)
+        return result.to(updates.dtype).view(updates.shape)
+
+    def votes(self, updates: Tensor) -> Tensor:
+        """Return the sign that most replicas of each run have for each value; 0 if they are divided."""
+        by_run = updates.sign().view(len(updates), -1, self.replicas, *updates.shape[2:]).sum(2).sign()
+        return by_run.repeat_interleave(self.replicas, 1)
 
     def with_equal_rows(self, names: list[str], updates: Tensor) -> Tensor:
         """Divide each row by the root of its remembered mean square, and keep the norm of each matrix."""
@@ -222,9 +244,15 @@ class Outer:
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.runs = stack, stack.runs[stack.data_parallel :]
-        run, number = self.runs[0], min(self.runs[0].inner_steps, stack.model.layers // 2 + 1)
-        self.layouts = self.fragments(number)
-        self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
+        run = self.runs[0]
+        number = 2 if run.row_halves else run.fragments or min(run.inner_steps, stack.model.layers // 2 + 1)
+        self.layouts = self.fragments(1) * 2 if run.row_halves else self.fragments(number)
+        often = run.inner_steps // 2 if run.uneven_windows else run.inner_steps
+        self.schedule = SyncSchedule(inner_steps=often, num_fragments=number, overlap_steps=run.overlap_steps)
+        self.now, self.last_sent = 0, [0] * number
+        self.due = [0] * number  # rounds that the schedule had
+        self.powers = [1.0] * number
+        self.late: list[tuple[int, int, Tensor]] = []  # step, fragment, change of all replicas
         self.codec = make_codec(run.codec)
         self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
         self.opening = SyncSchedule(
@@ -246,7 +274,7 @@ class Outer:
         self.sent_bytes = torch.zeros(len(self.runs), dtype=torch.double, device=stack.device)
 
     def fragments(self, number: int) -> tuple[FragmentLayout, ...]:
-        return partition(decoder(self.runs[0]), num_fragments=number)
+        return partition(decoder(self.runs[0]), num_fragments=number, strategy=self.runs[0].strategy)
 
     def column(self, name: str) -> Tensor:
         return torch.tensor([getattr(run, name) for run in self.runs], device=self.stack.device)[:, None]
@@ -255,15 +283,18 @@ class Outer:
         return tensor.detach()[self.stack.data_parallel * self.stack.replicas :]
 
     def tensors(self, p: int) -> list[Tensor]:
-        return [self.mine(self.stack.tensors[name]) for name in self.layouts[p].names]
+        return [self.rows(p, self.mine(self.stack.tensors[name])) for name in self.layouts[p].names]
+
+    def rows(self, p: int, tensor: Tensor) -> Tensor:
+        return tensor[:, p::2] if self.runs[0].row_halves else tensor
 
     def momenta(self, p: int) -> list[Tensor]:
         states = [self.stack.state[name] for name in self.layouts[p].names]
-        return [self.mine(state["momentum"]) for state in states if "momentum" in state]
+        return [self.rows(p, self.mine(state["momentum"])) for state in states if "momentum" in state]
 
     def step(self, step: int) -> None:
         """Send and merge what is due after inner step ``step``, counted from the first of the outer loop."""
-        run = self.runs[0]
+        run, self.now = self.runs[0], step
         if step <= run.opening:
             for action in self.opening.actions(step):
                 # with fewer steps than fragments, all travel together
@@ -276,9 +307,26 @@ class Outer:
         at_once = finished > 0 and not run.finish_overlap
         for action in self.schedule.actions(step - run.opening):
             if isinstance(action, Send):
+                self.due[action.fragment] += 1
+                if run.uneven_windows and self.due[action.fragment] % 4 > 1:
+                    continue
                 self.send(action.fragment, self.finish_codec if finished > 0 else self.codec, run.error_feedback)
+                if run.overlaps:
+                    self.merge(action.fragment, finished)
             if action.fragment in self.flights and (at_once or not isinstance(action, Send)):
                 self.merge(action.fragment, finished)
+
+        for due, p, change in [each for each in self.late if each[0] == step]:
+            self.late.remove((due, p, change))
+            self.add(p, change)
+
+    def power(self, p: int) -> float:
+        """Return the length of the window of fragment ``p`` that ends now: 1 for H steps (at the highest rate)."""
+        run, first = self.runs[0], self.last_sent[p]
+        if run.window_power == "steps":
+            return (self.now - first) / run.inner_steps
+        rates = self.stack.rates[run.start + first : run.start + self.now, -1]
+        return float(rates.sum()) / (run.inner_steps * run.learning_rate)
 
     def finished(self, step: int) -> float:
         """Return how far the outer step after inner step ``step`` is a plain average: 0 not at all, 1 wholly."""
@@ -289,6 +337,8 @@ class Outer:
 
     def send(self, p: int, codec: Codec, feedback: float) -> None:
         local = flat(self.tensors(p))
+        if self.runs[0].window_power:
+            self.powers[p], self.last_sent[p] = self.power(p), self.now
         sent = self.by_replica(self.globals[p]) - local
         if feedback:
             sent += feedback * self.residuals.get(p, torch.zeros_like(sent))
@@ -308,14 +358,37 @@ class Outer:
             self.means[p] = last + self.mean(decoded(self.average, momenta - self.by_replica(last)))
             self.flights[p] += ((self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages),)
             self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
+            if self.runs[0].orthogonal_mean:
+                self.correct(p, mean)
+
+    def correct(self, p: int, mean: Tensor) -> None:
+        """Add to ``mean`` what steps along the orthogonal factor of the mean momenta would have moved beyond it."""
+        run, means = self.runs[0], iter(parts(self.momenta(p), self.means[p].repeat_interleave(self.stack.replicas, 0)))
+        size = self.stack.rates[run.start + self.now - 1, -1] * run.matrix_lr_ratio * run.orthogonal_mean
+        for name, (tensor, values) in zip(
+            self.layouts[p].names, parts([each[:: self.stack.replicas] for each in self.tensors(p)], mean), strict=True
+        ):
+            if name in self.stack.hidden:
+                own, shared = next(means)
+                change = self.stack.orthogonal(shared) - self.stack.orthogonal(own)
+                by_run = self.mean(change.flatten(1)).view(values.shape)
+                values += by_run * size * math.sqrt(max(1.0, tensor.shape[1] / tensor.shape[2]))
 
     def merge(self, p: int, finished: float, *, opening: bool = False) -> None:
         """Take the outer step of fragment ``p``; see `finished`."""
+        run = self.runs[0]
         sent, average, *changes = self.flights.pop(p)
         rate, mu = torch.lerp(self.rate, torch.ones_like(self.rate), finished), self.mu * (1 - finished)
+        self.merged[p] = self.merged.get(p, 0) + 1
         if self.runs[0].momentum_warmup:
-            self.merged[p] = self.merged.get(p, 0) + 1
             mu = mu * min(1.0, self.merged[p] / self.runs[0].momentum_warmup)
+        if run.outer_schedule:
+            rounds = (run.steps - run.start) // run.inner_steps
+            shape: dict[str, Any] = {"kind": run.outer_schedule, "total_steps": rounds}
+            rate = rate * ValueSchedule(peak=1.0, final_ratio=run.outer_final_ratio, **shape)(self.merged[p] - 1)
+        if run.window_power:
+            scaled = mu ** self.powers[p]
+            rate, mu = rate * (1 - scaled) / (1 - mu), scaled
         if opening:
             rate, mu = torch.full_like(rate, self.runs[0].opening_rate), torch.zeros_like(mu)
         if self.runs[0].evaluated_momentum >= 0:
@@ -325,18 +398,32 @@ class Outer:
         else:
             velocity = self.velocities[p].mul_(mu).add_(average)
             self.globals[p].sub_((velocity * mu).add_(average).mul_(rate))
-        for values, part in parts(self.tensors(p), self.by_replica(self.globals[p]) - sent):
-            values += part
+        change = self.by_replica(self.globals[p]) - sent
+        if run.overlaps:
+            taus = torch.tensor(run.overlaps * len(self.runs), device=change.device)[:, None]
+            self.late += [(self.now + tau, p, change * (taus == tau)) for tau in sorted(set(run.overlaps)) if tau]
+            change *= taus == 0
+        self.add(p, change)
         for change in changes:
             for values, part in parts(self.momenta(p), change):
                 values += part
+
+    def add(self, p: int, change: Tensor) -> None:
+        for values, part in parts(self.tensors(p), change):
+            values += part
+
+    def means_of_replicas(self) -> Tensors:
+        """Return the mean of what the replicas of each run hold."""
+        tensors = {name: tensor.detach() for name, tensor in self.stack.tensors.items()}
+        return {name: each.view(-1, self.stack.replicas, *each.shape[1:]).mean(1) for name, each in tensors.items()}
 
     def parameters(self) -> Tensors:
         """Return the parameters of each run: the global ones, or those of data-parallel training."""
         tensors = self.stack.parameters()
         evaluated = self.averaged if self.runs[0].evaluated_momentum >= 0 else self.globals
-        for layout, global_values in zip(self.layouts, evaluated, strict=True):
-            for values, part in parts([tensors[n][self.stack.data_parallel :] for n in layout.names], global_values):
+        for p, (layout, global_values) in enumerate(zip(self.layouts, evaluated, strict=True)):
+            mine = [self.rows(p, tensors[name][self.stack.data_parallel :]) for name in layout.names]
+            for values, part in parts(mine, global_values):
                 values.copy_(part)
         return tensors
 
@@ -404,8 +491,8 @@ def heldout(stack: Stack, history: list[Tensors], corpus: Corpus) -> list[float]
     return (total / number).tolist()
 
 
-def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, Any]]:
-    """Train runs together and yield their rows."""
+def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[tuple[dict[str, Any], Tensors]]:
+    """Train runs together and yield their rows and their (global) parameters."""
     cpu_s, wall_s, run = time.process_time(), time.perf_counter(), runs[0]
     stack, outer = Stack(runs, device), None
     steps = run.steps - run.start
@@ -422,6 +509,7 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, An
                 outer.merge(p, outer.finished(steps))
         if step + 1 >= (1 - max(SHARES)) * steps and (step + 1) % 10 == 0:
             history.append(outer.parameters() if outer is not None else stack.parameters())
+    held = heldout(stack, [outer.means_of_replicas()], corpus) if outer is not None else []
     counts = [1, *(max(1, round(share * steps / 10)) for share in SHARES)]
     results = [heldout(stack, history[-count:], corpus) for count in counts]
     training = torch.stack(recent).mean(0).view(-1, run.replicas).mean(1).tolist()
@@ -429,9 +517,11 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, An
         row = {**each.changes(), "heldout_loss": results[0][number], "means": [loss[number] for loss in results[1:]]}
         row["training_loss"] = training[number]
         if outer is not None and number >= stack.data_parallel:
+            row["replicas_mean"] = held[number]
             row["sent_bytes"] = int(outer.sent_bytes[number - stack.data_parallel])
         row |= {"device": device, "together": len(runs), "wall_s": round(time.perf_counter() - wall_s, 1)}
-        yield row | {"cpu_s": round((time.process_time() - cpu_s) / len(runs), 1), "date": time.strftime("%Y-%m-%d")}
+        row |= {"cpu_s": round((time.process_time() - cpu_s) / len(runs), 1), "date": time.strftime("%Y-%m-%d")}
+        yield row, {name: tensor[number] for name, tensor in history[-1].items()}
 
 
 def main() -> None:
@@ -456,7 +546,7 @@ def main() -> None:
     corpus = build_corpus(DataSettings(paths=tuple(given.data)))
     for some in stacks(missing, given.together):
         with given.rows.open("a", encoding="utf-8") as file:
-            for row in train(some, corpus, given.device):
+            for row, _ in train(some, corpus, given.device):
                 file.write(json.dumps(row) + "\n")
                 print(json.dumps(row), flush=True)
 
@@ -483,11 +573,24 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         yield [", ".join(f"{name} {value}" for name, value in shown.items()), *cells]
 
 
-RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
+RESULTS = {
+    "heldout_loss",
+    "means",
+    "replicas_mean",
+    "training_loss",
+    "sent_bytes",
+    "device",
+    "together",
+    "wall_s",
+    "cpu_s",
+    "date",
+}
 # of no use to data-parallel runs
 OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "inner_steps", "replicas", "codec"}
 OUTER |= {"opening", "opening_inner_steps", "opening_codec", "opening_feedback", "opening_rate", "momentum_warmup"}
 OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum", "encoded_gradients"}
+OUTER |= {"overlaps", "fragments", "strategy", "row_halves", "uneven_windows", "window_power", "orthogonal_mean"}
+OUTER |= {"outer_schedule", "outer_final_ratio", "finish", "finish_decay", "finish_overlap", "finish_codec"}
 
 
 if __name__ == "__main__":

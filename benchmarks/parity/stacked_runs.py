@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from diloco.model import DecoderSettings
 
@@ -39,20 +39,30 @@ class Run:
     final_ratio: float = 0.05  # the last rate divided by the highest
     matrix_lr_ratio: float = 2.5
     momentum: float = 0.85
+    momentum_weight: float = 0.0  # 2510.05361: of the momentum beside the gradient in Muon's update; 0: `momentum`
     betas: tuple[float, float] = (0.97, 0.99)
     newton_schulz_steps: int = 5
     noise_gamma: float = 0.0  # 2601.14603: Muon's update is divided by sqrt(update^2 + gamma * variance of gradients)
     row_norms: bool = False  # 2510.05491: after orthogonalisation, rows are divided by their remembered norms
     inner_steps: int = 10
     overlap_steps: int = 1
+    overlaps: tuple[int, ...] = ()  # the overlap steps of each replica, if they differ
+    fragments: int = 0  # 0: as many as `diloco train` has for this model
+    strategy: Literal["strided", "sequential", "balanced"] = "strided"
+    row_halves: bool = False  # two fragments, the even and the odd rows of each tensor
+    uneven_windows: bool = False  # windows of H / 2 and 3 H / 2 steps, in turn
+    window_power: str = ""  # 2609.36662: outer momentum mu^p and rate in proportion; p: "steps" / H, or inner "rates"
     codec: str = "fp4"
     error_feedback: float = 0.0  # the part of what the codec dropped that is sent later
     encoded_gradients: bool = False  # data-parallel replicas encode their gradients in each step after the start
+    votes: bool = False  # 2605.16311: data-parallel replicas send the signs of Muon's updates; most decide
     senders: bool = False  # a value is averaged over the replicas that sent it
     outer_learning_rate: float = 0.8
     outer_momentum: float = 0.6
     singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
     isotropic: bool = False  # the mean of a matrix gets about equal singular values, as in `diloco.algorithm.isotropic`
+    outer_schedule: str = ""  # of the outer learning rate: "linear" or "cosine", as `sync.arguments.outer.schedule`
+    outer_final_ratio: float = 0.0  # the last outer rate divided by the first
     momentum_warmup: int = 0  # rounds of a fragment in which the outer momentum rises
     evaluated_momentum: float = -1.0  # 2512.17131: of the average that is evaluated, if it is not the outer momentum
     finish: int = 0  # the last steps, whose means move the global parameters by a rate of 1 without momentum
@@ -60,6 +70,7 @@ class Run:
     finish_overlap: bool = True  # off: a mean of these steps is merged in the step in which it is sent
     finish_codec: str = ""  # of these steps, if it is another
     average: str = ""  # the codec of the averaged momenta's changes; "": they are not averaged
+    orthogonal_mean: float = 0.0  # steps of the window in which the mean of the momenta would have been orthogonalised
 
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, as JSON has them."""
@@ -131,7 +142,45 @@ STARTS: tuple[Settings, ...] = (
     *(rising(rounds, 1.0, mu) for rounds, mu in ((20, 0.8), (40, 0.8), (60, 0.8), (40, 0.9), (60, 0.9))),
 )
 
+
+def remembering(momentum: float, weight: float) -> Settings:
+    """Return the settings of Muon's update from the gradient and ``weight`` times a momentum of any length."""
+    return {"momentum": momentum, "momentum_weight": weight}
+
+
+SHORT: Settings = {"steps": 600, "start": 200}  # half of the tokens
+LONG: tuple[Settings, ...] = (remembering(0.95, 0.2), remembering(0.98, 0.08))
+VOTES: Settings = DATA_PARALLEL | SIGN | {"votes": True}
+UNEVEN: Settings = SHORT | {"uneven_windows": True}
+
 GROUPS = {
+    "shared momentum": each(
+        *(SHORT | AVERAGED | way for way in LONG),
+        SHORT | DATA_PARALLEL | rate(1.6e-2),
+        seeds=(0,),
+    ),
+    "shared momentum, controls": each(
+        SHORT | AVERAGED, SHORT | DATA_PARALLEL | LONG[0] | rate(1.6e-2), SHORT | LONG[0], seeds=(0,)
+    ),
+    "larger batches": each(
+        *(SHORT | {"steps": 300, "start": 100, "sequences": 32, "inner_steps": 5} | way for way in ({}, AVERAGED)),
+        seeds=(0,),
+    ),
+    "window powers": each(SHORT | {"window_power": "rates"}, UNEVEN, UNEVEN | {"window_power": "steps"}, seeds=(0,)),
+    "half rows": each(*(SHORT | SIGN | OFTEN | way for way in ({"row_halves": True}, {})), seeds=(0,)),
+    "votes": each(SHORT | VOTES | rate(1.6e-2), SHORT | ENCODED | rate(1.6e-2), SHORT | VOTES, seeds=(0,)),
+    "outer schedules": each(
+        *(SHORT | GAIN | way for way in ({"outer_schedule": "linear", "outer_final_ratio": 0.4}, {})), seeds=(0,)
+    ),
+    "unknown end": each(SHORT | {"final_ratio": 1.0}, seeds=(0,)),
+    "orthogonal means": each(SHORT | AVERAGED | {"orthogonal_mean": 5.0}, seeds=(0,)),
+    "unequal overlaps": each(SHORT | {"overlaps": (1, 2, 3, 5)}, seeds=(0,)),
+    "fragments": each(
+        *(SHORT | {"fragments": number, "strategy": "balanced"} for number in (5, 10)),
+        SHORT | {"fragments": 1},
+        QUICK_START | {"strategy": "sequential"},
+        seeds=(0,),
+    ),
     "starts": [
         *each(*(TINY | way for way in STARTS), seeds=(0,)),
         *each(*(TINY_MUON | way for way in ({"start": 200}, rising(40, 1.0, 0.6), rising(40, 1.0, 0.8))), seeds=(0,)),
