@@ -27,14 +27,14 @@ from torch.nn import functional as F
 from benchmarks.markdown import table
 from benchmarks.parity.stacked import LENGTH, Tensors, decoder, settings, train
 from benchmarks.parity.stacked_runs import DATA_PARALLEL, SHORT, Run, each, rate
-from diloco.data import Corpus, DataSettings, build_corpus, heldout_windows
+from diloco.data import Corpus, DataSettings, PackedTokens, build_corpus, heldout_windows
 
 HERE = Path(__file__).parent
 RUNS = each(SHORT, *(SHORT | DATA_PARALLEL | rate(r) for r in (5.6e-3, 8e-3)), seeds=(0, 1))
 KINDS = ("comments", "strings", "numbers", "keywords", "common names", "rare names", "the rest")
 RARE = 5  # a name that training has at most so often
 WINDOWS, PROMPTS, COPIED = 2048, 256, 24  # held-out sequences; prompts of a probe; letters to copy
-STEPS, BATCH, RATE = 200, 16, 1e-3  # of fine-tuning, with AdamW
+STEPS, BATCH, RATE = 100, 16, 1e-3  # of fine-tuning, with AdamW
 Integers = NDArray[np.integer[Any]]
 
 
@@ -68,14 +68,17 @@ def kind_of(token: tokenize.TokenInfo, common: set[str]) -> str | None:
 
 def heldout_kinds(corpus: Corpus) -> tuple[Tensor, Tensor]:
     """Return held-out sequences, ``(WINDOWS, LENGTH + 1)``, and the kinds of their targets, ``(WINDOWS, LENGTH)``."""
-    words = re.findall(rb"[A-Za-z_]\w*", corpus.train[0 : len(corpus.train)].astype(np.uint8).tobytes())
+    text, held = corpus.train, corpus.heldout
+    assert isinstance(text, PackedTokens)  # no conversations
+    assert isinstance(held, PackedTokens)
+    words = re.findall(rb"[A-Za-z_]\w*", text[0 : len(text)].astype(np.uint8).tobytes())
     common = {word.decode() for word, number in Counter(words).items() if number > RARE}
-    tokens = corpus.heldout[0 : len(corpus.heldout)]
+    tokens = held[0 : len(held)]
     labels, first = np.full(len(tokens), len(KINDS) - 1), 0
     for end in np.flatnonzero(tokens == 256):
         labels[first:end] = kinds(tokens[first:end].astype(np.uint8).tobytes(), common)
         first = int(end) + 1
-    chosen, length = heldout_windows(corpus.heldout, LENGTH, WINDOWS)
+    chosen, length = heldout_windows(held, LENGTH, WINDOWS)
     places = chosen[:, None] * length + np.arange(length + 1)
     return torch.from_numpy(tokens[places].astype(np.int64)), torch.from_numpy(labels[places[:, 1:]])
 
