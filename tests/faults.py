@@ -52,5 +52,5 @@ class FaultyTransport(InProcessTransport):
     def take(self, replica: int, round_id: RoundId) -> Average:
         average = super().take(replica, round_id)
         if any((fault.kind, fault.replica, fault.round) == ("miss-commit", replica, round_id) for fault in self.faults):
-            raise RoundVoidError(f"{round_id}: no commit was received.", round=str(round_id), replicas=[replica])
+            raise RoundVoidError("no commit was received", round=str(round_id), replicas=[replica])
         return average

@@ -59,7 +59,15 @@ class TransportError(DiLoCoError):
 
 
 class RoundVoidError(TransportError):
-    """The round is void for every replica of its view: no replica moved its global parameters."""
+    """The round is void for every replica of its view: no replica moved its global parameters.
+
+    Attributes:
+        reason: why, without the name of the round, which the message has as well.
+    """
+
+    def __init__(self, reason: str, *, round: str | None = None, replicas: Iterable[int] = ()) -> None:
+        self.reason = reason.rstrip(".")
+        super().__init__(f"{round} is void: {self.reason}." if round else reason, round=round, replicas=replicas)
 
 
 class ViewChangedError(RoundVoidError):

@@ -171,7 +171,8 @@ class RoundVoid(Event):
     replica: int
     fragment: int
     outer_step: int
-    reason: str
+    reason: str  # without the name of the round
+    view_changed: bool = False  # whether that is a change of the members, which `ViewChanged` reports
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,9 @@ def committed(replica: int, fragment: int, outer_step: int, **given: Any) -> eve
     return events.RoundCommitted(replica=replica, fragment=fragment, outer_step=outer_step, **{**fields, **given})
 
 
-def void(replica: int, fragment: int, outer_step: int, reason: str = "late", *, step: int = 2) -> events.RoundVoid:
-    return events.RoundVoid(step=step, replica=replica, fragment=fragment, outer_step=outer_step, reason=reason)
+def void(replica: int, fragment: int, outer_step: int, reason: str = "late", **given: Any) -> events.RoundVoid:
+    fields = {"step": 2, "reason": reason}
+    return events.RoundVoid(replica=replica, fragment=fragment, outer_step=outer_step, **{**fields, **given})
 
 
 def view(number: int, members: tuple[int, ...], *, step: int = 1, **given: Any) -> events.ViewChanged:

@@ -47,10 +47,10 @@ def test_the_held_out_losses_of_replicas_with_own_data_are_a_table_with_their_me
 
 def test_a_void_round_is_worth_a_line_only_when_its_reason_changes() -> None:
     late = [
-        void(replica, fragment, k, f"fragment {fragment}, outer step {k}: replica {slow} is late")
+        void(replica, fragment, k, f"replica {slow} is late")
         for replica, fragment, k, slow in ((0, 0, 3, 2), (1, 0, 3, 2), (0, 1, 4, 2), (0, 0, 4, 1))
     ]
-    joins = void(0, 1, 5, "fragment 1, outer step 5 is void: replica 7 joins; replicas 1, 7 continue.")
+    joins = void(0, 1, 5, "replica 7 joins; replicas 1, 7 continue", view_changed=True)
     assert news(RunProgress(), *late, joins) == [True, False, False, True, False], "ViewChanged says who joins"
 
 

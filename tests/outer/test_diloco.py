@@ -92,7 +92,7 @@ def test_without_a_listener_void_rounds_warn_once_with_the_reason_and_what_to_do
         swarm.run(6, quadratic())
     told = [str(each.message) for each in caught]
     assert len(told) == len(swarm.replicas), "each replica once, in six rounds"
-    start = "A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"
+    start = "The round of fragment 0, outer step 0, failed: 1 of 2 contributions are usable"
     assert all(words.startswith(start) and "remove the cause" in words and "on_event" in words for words in told)
     assert swarm.replicas[0].rounds_void == 6
 

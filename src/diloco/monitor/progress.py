@@ -82,13 +82,12 @@ class RunProgress:
                     self._told.add(event.choice)
                     return event.choice
             case events.RoundVoid():
-                name = f"fragment {event.fragment}, outer step {event.outer_step}"
-                reason, is_new = event.reason.replace(name, ""), self._is_new(event)
+                is_new = self._is_new(event)
                 self.void += is_new
                 # a change of the members has a line of its own
-                if is_new and reason != self._void_reason and not re.search(r"; [^;]* continues?\.?$", reason):
-                    self._void_reason = reason
-                    return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+                if is_new and event.reason != self._void_reason and not event.view_changed:
+                    self._void_reason = event.reason
+                    return f"round void: fragment {event.fragment}, outer step {event.outer_step}: {event.reason}"
             case events.ViewChanged():
                 self.names = event.names
                 return _change(event)

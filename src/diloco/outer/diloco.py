@@ -33,7 +33,14 @@ from diloco.algorithm import (
     named_parameters,
     reshard,
 )
-from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
+from diloco.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DivergedError,
+    RoundVoidError,
+    TransportError,
+    ViewChangedError,
+)
 from diloco.events import Event, Note, RoundCommitted, RoundVoid
 from diloco.outer.arguments import (
     FIRST_WEIGHTS,
@@ -427,12 +434,15 @@ class DiLoCo:
         any_void, any_diverged = self._ranks.greatest([error is not None, diverged is not None])
         reason = ""
         if any_void:
-            reason = str(error or "The round is void for another rank of this replica.")
+            reason = str(error or "it is void for another rank of this replica")
+            if isinstance(error, RoundVoidError):
+                reason = error.reason
             reason += f" {self.recovery.resync(fragment, diverged)}" if any_diverged else ""
         elif (average := fragment.received(average)).donor is not None:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
-            return self._on_event(fragment.drop(self.steps, reason, is_behind=self.recovery.is_behind(fragment)))
+            changed, is_behind = isinstance(error, ViewChangedError), self.recovery.is_behind(fragment)
+            return self._on_event(fragment.drop(self.steps, reason, view_changed=changed, is_behind=is_behind))
         committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
         self._on_event(committed)
 
@@ -478,7 +488,8 @@ class _Warnings:
         match event:
             case RoundVoid():
                 words = (
-                    f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
+                    f"The round of fragment {event.fragment}, outer step {event.outer_step}, failed: "
+                    f"{event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
                     "with the next one. If every round fails, the replicas train apart: remove the cause."
                 )
             case RoundCommitted(note=note) if note:

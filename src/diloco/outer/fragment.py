@@ -334,16 +334,24 @@ class Fragment:
             **measures,
         )
 
-    def drop(self, step: int, reason: str, *, is_behind: bool = False) -> RoundVoid:
+    def drop(self, step: int, reason: str, *, view_changed: bool = False, is_behind: bool = False) -> RoundVoid:
         """End the round in flight as void: its work stays in the local parameters.
 
-        ``is_behind``: the state lacks earlier rounds and is being fetched, so this round does not count in it.
+        Args:
+            view_changed: whether it is void because the members have changed.
+            is_behind: the state lacks earlier rounds and is being fetched, so this round does not count in it.
         """
         self.void += 1
         contribution = self._land()
         if not is_behind:
             self.state.count_void(contribution.round.outer_step)
-        return RoundVoid(step=step, replica=contribution.replica, **contribution.round._asdict(), reason=reason)
+        return RoundVoid(
+            step=step,
+            replica=contribution.replica,
+            **contribution.round._asdict(),
+            reason=reason,
+            view_changed=view_changed,
+        )
 
     def _land(self) -> Contribution:
         """End the round in flight and return what this replica gave to it."""

@@ -149,7 +149,7 @@ class Round:
     def outcome(self) -> Commit | TransportError:
         """Return how a round went that is decided, or why there is no average."""
         if self.fault is not None or not self.committed:
-            return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
+            return self.fault or RoundVoidError(self.reason, round=str(self.id))
         assert self.verdict is not None
         heard_s = [self.heard_s[self._here(member)] for member in self.verdict.contributors]
         return Commit(

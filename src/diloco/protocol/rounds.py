@@ -93,7 +93,7 @@ class Rounds:
         self._longest_window_steps = max(self._longest_window_steps, window_steps)
         self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
-            void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
+            void = RoundVoidError(str(self.failure), round=str(round_id))
             self._outbox.effects.outcomes.append((round_id, self.failure if self._rules.raises(round_id) else void))
         elif self.view is None or self.frozen:
             self._waiting.append(submitted)
@@ -174,7 +174,7 @@ class Rounds:
             elif each.id in commits and each.begun is not None:
                 self._decide(each, False, _NOT_VOTED)
             elif failure is not None or not carried:
-                changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
+                changed = ViewChangedError(reason, round=str(each.id))
                 raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:

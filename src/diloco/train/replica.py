@@ -24,6 +24,7 @@ from diloco.algorithm import (
     flatten,
     largest_magnitude,
     local_shard,
+    persistent_buffers,
     restore_buffers_,
     steps_to_train,
     trainable_parameters,
@@ -221,12 +222,46 @@ def average_gradients(
     return not (may_skip and any(averager.group.any(bool(void)) for averager in averagers))
 
 
+class SharedStart:
+    """What replicas of one process have in common while they average gradients: a model and an optimizer.
+
+    They have equal weights then, so one inner loop serves all of them, unless batches or a loss scale leave something
+    of their own in it.
+
+    Args:
+        make: returns a new inner loop, with given parameters by name.
+        initial: the parameters with which it begins; None: new ones.
+    """
+
+    def __init__(
+        self, make: Callable[[Mapping[str, Tensor] | None], InnerLoop], initial: Mapping[str, Tensor] | None
+    ) -> None:
+        self.inner = make(initial)
+        self._make = make
+        self._is_taken = False
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether one inner loop can serve several replicas."""
+        return not persistent_buffers(self.inner.model) and not self.inner.scaler.is_enabled()
+
+    def leave(self) -> InnerLoop:
+        """Return the inner loop with which a replica goes on: the first takes this one, each other one a copy."""
+        if not self._is_taken:
+            self._is_taken = True
+            return self.inner
+        own = self._make(trainable_parameters(self.inner.model))
+        own.load_state_dict(self.inner.state_dict())
+        return own
+
+
 @dataclass(eq=False)
 class Replica:
     """The inner loop, data and outer loop of one replica."""
 
     number: int
     inner: InnerLoop
+    shared: SharedStart | None  # what the inner loop belongs to until the outer loop begins
     sampler: Batches
     random_state: RandomState
     gradients: GradientAverager

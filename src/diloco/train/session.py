@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diloco.algorithm import digest_tensors, make_codec, persistent_buffers, trainable_parameters
+from diloco.algorithm import digest_tensors, make_codec
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus, Drawing
 from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
@@ -23,7 +23,14 @@ from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
-from diloco.train.replica import DynamicSteps, GradientAverager, RandomState, Replica, average_gradients
+from diloco.train.replica import (
+    DynamicSteps,
+    GradientAverager,
+    RandomState,
+    Replica,
+    SharedStart,
+    average_gradients,
+)
 from diloco.train.same_weights import agree_on_weights
 from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
@@ -247,9 +254,8 @@ class Session:
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """Return the outer loop of a replica, which begins with the replica's parameters as the global ones."""
         if replica.diloco is None:
-            if replica.inner is (shared := self.replicas[0].inner) and replica is not self.replicas[0]:
-                replica.inner = self._make_inner(trainable_parameters(shared.model))
-                replica.inner.load_state_dict(shared.state_dict())
+            if replica.shared is not None:
+                replica.inner, replica.shared = replica.shared.leave(), None
             # an Apple GPU lacks some operations of the codecs
             on_host = self.settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
             replica.diloco = DiLoCo(
@@ -375,10 +381,10 @@ class Session:
         return time.perf_counter() - started_s
 
     def _make_replica(self, transport: Transport, initial: Mapping[str, Tensor] | None) -> Replica:
-        settings, inner = self.settings, self.replicas[0].inner if self.replicas else None
-        # while gradients are averaged, one model and optimizer serve all, unless batches or a loss scale differ in them
-        if not inner or not self.averages_gradients or persistent_buffers(inner.model) or inner.scaler.is_enabled():
-            inner = self._make_inner(initial)
+        settings, shared = self.settings, self.replicas[0].shared if self.replicas else None
+        if shared is None or not (self.averages_gradients and shared.serves_all):
+            shared = SharedStart(self._make_inner, initial)
+        inner = shared.inner
         drawing: Drawing = {
             "sequence_length": settings.train.sequence_length,
             "batch_size": settings.train.batch_size,
@@ -391,7 +397,8 @@ class Session:
         batches = self.corpus.batches(**drawing)
         codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
         gradients = GradientAverager(inner.model, transport, codec, self.fleet.group, settings.sync.base_weight)
-        return Replica(transport.replica, inner, batches, RandomState(settings.seed, transport.replica), gradients)
+        random_state = RandomState(settings.seed, transport.replica)
+        return Replica(transport.replica, inner, shared, batches, random_state, gradients)
 
     def _weight_of_step(self, replica: Replica, *, trained: bool = True) -> float:
         """Return what a step adds to the weight of a replica, which may not have trained it: 1 for a whole step."""

@@ -211,7 +211,7 @@ class InProcessTransport:
         if replica in verdict.diverged:
             raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
         if state.mean is None:
-            raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
+            raise RoundVoidError(verdict.reason, round=str(round_id))
         more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
         return Average.of(exchange, replica, view=self.view, **vars(state.mean), **more)
 

@@ -166,7 +166,7 @@ class ProcessGroupTransport(Transport):
         if self.replica in verdict.diverged:
             raise verdict.divergence(mine.round, headers[donor * size + position].digest)
         if mean is None or reason:
-            raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
+            raise RoundVoidError(reason, round=str(mine.round))
         said = {"round": mine.round, "note": verdict.reason}
         return Average.of(plan, self.replica, view=self.view, **vars(mean), **said)
 

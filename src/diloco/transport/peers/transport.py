@@ -380,7 +380,7 @@ class PeerTransport(BackgroundTransport):
         with self._changed:
             self._changed.notify_all()
         self._rounds.decide_all(
-            lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
+            lambda each: fault if self.rules.raises(each) else RoundVoidError(str(fault), round=str(each))
         )
         self._rounds.cancel()
 
