@@ -25,7 +25,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_each_is_complete() -> None:
+def test_no_example_imports_another() -> None:
     """No example imports another, so each can be copied on its own."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     for path in EXAMPLES.glob("*.py"):
@@ -61,14 +61,18 @@ def test_the_package_computes_the_bits_of_the_algorithm_written_from_scratch() -
     assert losses[-1] < losses[0] / 10
 
 
-def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_with_a_plain_loop_trains_saves_and_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("plain_pytorch.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
     assert "all replicas end with" in capsys.readouterr().out
     assert torch.load(tmp_path / "step-6.pt", weights_only=True)["step"] == 6
     assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
 
 
-def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_with_accelerate_trains_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("accelerate_loop.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path), "--accumulation", "2")
     assert "'diloco/rounds': 2" in capsys.readouterr().out
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -76,19 +80,19 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")  # advice for large runs
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning imports LeafSpec from torch
-def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_with_lightning_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("lightning_module.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
     assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-def test_a_trainer_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_with_adapters_saves_only_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the adapter is saved."""
     run("hf_trainer.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
     assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 8
 
 
-def test_a_codec_of_your_own() -> None:
+def test_the_example_codec_sends_a_twentieth_of_the_bytes_and_still_learns() -> None:
     """It sends less than a twentieth of the bytes, and with error feedback the loss still falls."""
     found = runpy.run_path(str(EXAMPLES / "custom_codec.py"))["main"](steps=200)
     (plain, plain_bytes), (one_bit, one_bit_bytes) = found["float32"], found["one-bit"]
@@ -104,7 +108,7 @@ def in_a_cluster(rank: int, port: int, out: Path) -> None:
         runpy.run_path(str(EXAMPLES / "cluster.py"), run_name="__main__")
 
 
-def test_a_cluster(tmp_path: Path) -> None:
+def test_the_example_on_a_cluster_has_one_digest_for_the_same_ranks_of_both_replicas(tmp_path: Path) -> None:
     """Two replicas of two ranks: the same ranks of both have the same digest."""
     with Processes() as processes:
         processes.start(4, in_a_cluster, free_port(), tmp_path)
@@ -114,7 +118,7 @@ def test_a_cluster(tmp_path: Path) -> None:
     assert [digest for *_, digest in said[:2]] == [digest for *_, digest in said[2:]]
 
 
-def test_the_notebook(tmp_path: Path) -> None:
+def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     """Every cell runs, with fewer steps than by default."""
     with Processes() as processes:
         processes.start(1, run_cells, EXAMPLES / "first_steps.ipynb", tmp_path)

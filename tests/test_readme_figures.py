@@ -36,11 +36,11 @@ def shown(label: str) -> list[str]:
         ("the same, 4 replicas", "100 Mbit/s, 100 ms, 4 replicas"),
     ],
 )
-def test_compute_utilisation(label: str, link: str) -> None:
+def test_the_readme_has_the_measured_compute_utilisation(label: str, link: str) -> None:
     assert [share.replace(" ", "") for share in shown(label)] == measured(link, "CU")
 
 
-def test_bytes_sent() -> None:
+def test_the_readme_has_the_measured_bytes() -> None:
     sent = measured("100 Mbit/s, 100 ms, 2 replicas", "sent per H steps: wire, payload (MB)")
     payloads = [float(cell.rpartition(", ")[2].replace(",", "")) for cell in sent]
     assert [float(cell.removesuffix(" MB").replace(",", "")) for cell in shown("sent per replica")] == [
@@ -77,13 +77,13 @@ TINY_MUON = "Muon, AdamW betas .97/.99, momentum .85"
         ("and {} % above data-parallel Muon", seeds_of_muon(TINY_MUON)),
     ],
 )
-def test_losses(words: str, losses: list[float]) -> None:
+def test_the_readme_has_the_measured_losses(words: str, losses: list[float]) -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     sizes = sorted(abs(loss) for loss in losses)
     assert words.format(f"{sizes[0]:.1f} to {sizes[-1]:.1f}") in readme
     assert all((loss < 0) == ("below" in words) for loss in losses)
 
 
-def test_length_of_the_algorithm_in_one_file() -> None:
+def test_the_readme_says_how_long_the_algorithm_in_one_file_is() -> None:
     lines = len((ROOT / "examples/from_scratch.py").read_text(encoding="utf-8").splitlines())
     assert f"all of it in {round(lines, -1)} lines" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -104,7 +104,7 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_is(odd: float, dtype: to
 
 
 @pytest.mark.parametrize("implementation", ["torch", None])
-def test_int8_by_hand(implementation: None) -> None:
+def test_int8_encodes_as_computed_by_hand(implementation: None) -> None:
     codec = Int8(4, implementation=implementation)
     payload = codec.encode(torch.tensor([254.0, -254.0, 3.0, -1.0, 0.0, 0.0]))
     assert payload[:8].view(torch.float32).tolist() == [2.0, 0.0]
@@ -115,7 +115,7 @@ def test_int8_by_hand(implementation: None) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["torch", None])
-def test_fp4_by_hand(implementation: None) -> None:
+def test_fp4_encodes_as_computed_by_hand(implementation: None) -> None:
     codec = FP4(8, implementation=implementation)
     values = torch.tensor([4.0, -2.9, 3.1, 0.047, 0.046, -1e-9, 0.0])
     payload = codec.encode(values)
@@ -126,7 +126,7 @@ def test_fp4_by_hand(implementation: None) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["torch", None])
-def test_sign_by_hand(implementation: None) -> None:
+def test_sign_encodes_as_computed_by_hand(implementation: None) -> None:
     codec = Sign(16, implementation=implementation)
     values = torch.tensor([1.0, -2.0, 0.0, -0.0, 5.0, -4.0, 1.0, 1.0, -4.0])  # strips of two
     payload = codec.encode(values)
@@ -322,7 +322,7 @@ ALL = BOUNDED | COARSE
 
 
 @pytest.mark.parametrize("name", sorted({*OURS, *ALL}))
-def test_ours_keep_the_contract(name: str) -> None:
+def test_every_codec_of_the_package_keeps_the_contract(name: str) -> None:
     assert name in ALL, f"add {name} to the table in tests/algorithm/codecs.py"
     block = ALL[name]().block_size
     check_codec(ALL[name], sizes=[*SIZES, block - 1, block, block + 1, 3 * block + 70])

@@ -68,7 +68,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("codec", [name for name in BOUNDED | COARSE if not name.endswith("-built")])
-def test_codecs(codec: str) -> None:
+def test_a_codec_has_the_same_bits_on_every_device(codec: str) -> None:
     encoder, values = (BOUNDED | COARSE)[codec](), spread_values(9000)
     with Watched():
         payload = encoder.encode(values)
@@ -80,7 +80,7 @@ def test_codecs(codec: str) -> None:
 
 @pytest.mark.parametrize("rule", [None, SendersMean()])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_means(rule: AverageRule | None, max_norm: float | None) -> None:
+def test_a_mean_has_the_same_bits_on_every_device(rule: AverageRule | None, max_norm: float | None) -> None:
     more: dict[str, Any] = {"average_rule": rule, "max_norm": max_norm, "tensors": (200, 400), "buffers": torch.ones(3)}
     for codec, number in (("fp4", 3), ("int8", 5)):
         values = [spread_values(600, seed=m).clamp_(-1e20, 1e20) for m in range(number)]
@@ -90,7 +90,7 @@ def test_means(rule: AverageRule | None, max_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("outer", [Sgd(learning_rate=0.7), Nesterov(), Nesterov(learning_rate=ValueSchedule(peak=1))])
-def test_outer_steps(outer: OuterOptimizer) -> None:
+def test_an_outer_step_has_the_same_bits_on_every_device(outer: OuterOptimizer) -> None:
     values, *means = (spread_values(600, seed).clamp_(-1e15, 1e15) for seed in range(4))
     with Watched():
         state = outer.init(values)
@@ -99,7 +99,7 @@ def test_outer_steps(outer: OuterOptimizer) -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (3, 400), (400, 3), (1, 7)])
-def test_isotropic_means(shape: tuple[int, int]) -> None:
+def test_an_isotropic_mean_has_the_same_bits_on_every_device(shape: tuple[int, int]) -> None:
     layout = FragmentLayout(0, ("random", "identity", "bias"), (shape, shape, (3,)))
     random = spread_values(layout.sizes[0]).clamp_(-1e20, 1e20)
     mean = torch.cat([random, torch.eye(*shape).flatten(), torch.ones(3)])

@@ -130,7 +130,7 @@ def test_no_other_parts_let_the_slowest_finish_much_sooner(rates: list[int], cod
 @example(  # 24 blocks and a value
     rates=[240, 317, 376, 304, 223, 187, 171], numel=24 * 192 + 1, codec=make_codec("int8", block_size=96)
 )
-def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal_one_and_a_block(
+def test_parts_are_whole_blocks_of_all_values_and_at_most_twice_an_equal_part(
     rates: list[int], numel: int, codec: Codec
 ) -> None:
     """Blocks of both codecs, of which the last counts as whole; each end is rounded to the next boundary."""
@@ -153,7 +153,7 @@ def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal
     codec=st.sampled_from(["fp4", "int8", "bfloat16", "float32"]),
     whole=st.booleans(),
 )
-def test_auto_is_the_usual_choice_where_that_fits_and_never_later_and_never_coarser_than_contributions(
+def test_the_automatic_codec_of_means_is_never_slower_and_never_coarser_than_contributions(
     rates: list[int], window_s: float, full: bool, codec: str, whole: bool
 ) -> None:
     """Property: also for rates and windows that a member makes up."""

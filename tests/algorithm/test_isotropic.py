@@ -59,7 +59,7 @@ def test_singular_values_keep_the_bound_that_makes_sums_exact(steps: int) -> Non
     assert made.abs().max() < 1.21
 
 
-def test_zeros_have_no_sign() -> None:
+def test_rows_of_negative_zeros_become_positive_zeros() -> None:
     matrix = random((4, 6))
     matrix[1:3] = -0.0
     made = of_one(matrix)

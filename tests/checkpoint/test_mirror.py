@@ -538,9 +538,7 @@ def test_a_step_stays_until_a_newer_one_is_whole_for_all_replicas(place: str, tm
     assert {path.name for path in (tmp_path / "new").rglob("step-*")} == {"step-00000005"}
 
 
-def test_what_is_here_already_is_not_written_again_and_what_was_saved_here_later_stays_the_newest(
-    place: str, tmp_path: Path
-) -> None:
+def test_fetching_writes_nothing_again_and_keeps_a_later_checkpoint_the_newest(place: str, tmp_path: Path) -> None:
     """A run that trains there may be the reason that the command is refused afterwards."""
     mirrored(place, run := home(tmp_path / "run"), 1, 2)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}

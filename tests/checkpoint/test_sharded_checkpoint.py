@@ -117,7 +117,7 @@ def rank_of_two(position: int, top: Path) -> dict[str, Tensor]:
     return saved
 
 
-def test_stopping_is_never_stopping_and_all_ranks_save_or_none_and_train_until_all_have_written(tmp_path: Path) -> None:
+def test_sharded_ranks_resume_as_if_never_stopped_and_save_all_or_none(tmp_path: Path) -> None:
     """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon, AdamW and one
     with a state of other types in use."""
     with Processes() as processes:

@@ -61,7 +61,7 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path, tree: Any) -> None:
     assert same(through_files(tree, tmp_path), tree)
 
 
-def test_every_dtype_shape_and_view(tmp_path: Path) -> None:
+def test_every_dtype_shape_and_view_is_the_same_after_files(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     tree: list[Any] = [base.T, base[:, 1], base[::2], base[1:1].T, base[:1, 2:3].T, torch.ones(()).expand(4)]
     tree += [torch.ones(()).expand(1), torch.ones(3, dtype=torch.bool).expand(0, 3)]

@@ -109,7 +109,7 @@ LESS = "Use smaller batches, shorter sequences or a smaller model."
         (KeyboardInterrupt(), 130, "diloco: interrupted.\n"),
     ],
 )
-def test_exit_codes(
+def test_each_kind_of_error_has_its_exit_code_and_a_traceback_only_with_debug(
     error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: Sequence[str]) -> int:
@@ -143,7 +143,7 @@ def python(*code: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_help_presets_and_refusals_import_no_torch_and_the_command_alone_chooses_how_its_threads_wait() -> None:
+def test_help_presets_and_refusals_import_no_torch() -> None:
     """As that is read when torch is imported; a program of somebody else that calls `main` chooses for itself."""
     code = """
 import contextlib, io, os, sys

@@ -142,7 +142,7 @@ def test_the_usual_batch_holds_no_row_twice(
     assert (train.batch_size, train.steps) == (batch_size, steps)
 
 
-def test_a_conversation_line_by_line(
+def test_chat_answers_a_prompt_and_each_line_of_its_input(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert output_of(capsys, "generate", place / "run", "--chat", "--prompt", "red?", "--temperature", "0") == "rot\n"

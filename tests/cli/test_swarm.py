@@ -173,7 +173,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
          "peers show different digests of the state before the same round"),
     ],
 )  # fmt: skip
-def test_status_of_a_peer(
+def test_the_status_of_a_peer_that_does_not_answer_says_why(
     answering: Ask, capsys: pytest.CaptureFixture[str], other: PeerReport, state: str, remark: str
 ) -> None:
     answering([HERE, other], [HERE, other], [])

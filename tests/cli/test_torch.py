@@ -91,7 +91,7 @@ def test_machines_that_are_lost_with_their_disks_go_on_from_the_bucket(
     assert replicas.summaries()[0]["heldout_loss"] == alone["heldout_loss"]
 
 
-def test_two_replicas_of_two_ranks_that_are_fully_fine_tuned_by_muon_and_go_on_are_two_replicas(tmp_path: Path) -> None:
+def test_two_replicas_of_two_ranks_fine_tuned_with_muon_learn_as_those_of_one_rank(tmp_path: Path) -> None:
     """Up to round-off, since the ranks sum gradients in another order. The result can be evaluated like any run."""
     base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
     words = f"""finetune {base} --lora-rank 0 --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 2

@@ -369,7 +369,7 @@ def test_a_bucket_chooses_no_file_and_no_sink(
     assert main([*line, "--stop-after", "6"]) == 0, "the file says the same"
 
 
-def test_who_resumes_a_folder_of_somebody_else_is_told_what_it_reads_writes_and_listens_at_before_it_does(
+def test_a_foreign_folder_resumes_only_after_telling_what_it_reads_writes_and_listens_at(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"

@@ -100,7 +100,7 @@ def test_what_is_learned_at_the_end_of_an_answer_ends_it_whether_marked_as_speci
     assert tokens[0] == ord("a")
 
 
-def test_an_end_of_document_behind_the_last_answer_alone_is_learned_where_a_template_writes_no_token(
+def test_the_end_of_the_last_answer_is_learned_where_a_template_ends_none(
     tokenizer_of: Any,
 ) -> None:
     tokenizer = tokenizer_of(ENDS["text"][0])

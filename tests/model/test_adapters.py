@@ -188,7 +188,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("changes", "arguments", "words"), REFUSED)
-def test_settings_that_cannot_work(changes: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+def test_adapters_that_can_not_work_are_refused(changes: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         ModelSettings(**{"source": "hf:x", "lora_rank": 2, "arguments": arguments} | changes)
 

@@ -105,7 +105,7 @@ def test_a_cache_gives_the_logits_of_the_full_forward(variant: str) -> None:
         ({"kv_heads": 4}, "must divide model.arguments.heads=6"),
     ],
 )
-def test_sizes_that_cannot_work(change: dict[str, Any], message: str) -> None:
+def test_sizes_of_a_decoder_that_can_not_work_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         replace(SMALL, **change)
 

@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_one_thread(more: dict[str, Any], wires: Wires) ->
         assert alone.replicas[0].digest() == expected.replicas[number].digest()
 
 
-def test_stopping_right_after_a_send_is_never_stopping(wires: Wires) -> None:
+def test_a_run_stopped_right_after_a_send_ends_as_if_it_had_not_stopped(wires: Wires) -> None:
     whole, resumed = large(*wires.meet(1)), large(InProcessTransport(1).endpoint(0))
     whole.run(STREAMING.inner_steps, of(0))
     assert whole.replicas[0].in_flight

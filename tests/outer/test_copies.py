@@ -300,7 +300,7 @@ def test_the_trial_leaves_the_optimizer_alone(scheduled: bool) -> None:
     assert base.param_groups[0]["lr"] == 1.0
 
 
-def test_an_optimizer_of_a_gpu_is_tried_on_the_host_and_an_empty_parameter_hides_no_doubt() -> None:
+def test_an_optimizer_of_a_gpu_is_tried_on_the_host_also_with_an_empty_parameter() -> None:
     """Torch's own checks refuse ``capturable`` there; a tensor without values is a copy of nothing."""
     model = nn.ParameterList([torch.ones(3), torch.ones(0)])
     assert Copies([type("Mine", (Adam,), {})(model, capturable=True)]).doubts == []

@@ -34,7 +34,7 @@ def test_global_parameters_and_outer_state_stay_bit_identical(merge: MergeRule, 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 6, 9])
 @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
-def test_stopping_anywhere_and_going_on_is_never_stopping(stop_at: int, merge: MergeRule) -> None:
+def test_a_run_stopped_anywhere_ends_as_if_it_had_not_stopped(stop_at: int, merge: MergeRule) -> None:
     """Invariant 6; at 4 and 9 fragments are in flight."""
     whole, first, second = (streaming(merge=merge, error_feedback=True, codec="int8") for _ in range(3))
     whole.run(20, quadratic())

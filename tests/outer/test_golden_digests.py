@@ -201,7 +201,7 @@ def test_digests_are_those_of_version_0_5(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alpha merge", "int8 with error feedback", "a whole round late"])
-def test_digests_over_sockets(name: str) -> None:
+def test_digests_over_sockets_are_those_in_one_process(name: str) -> None:
     """The others differ by what every transport is given alike; eight replicas: `test_process_group`."""
     assert over_sockets(CASES[name], PARTS[1]) == CASES[name].digest
 

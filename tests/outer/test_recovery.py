@@ -176,7 +176,7 @@ class Pair:
         return self.recovery.poll()
 
 
-def test_rounds_that_go_by_while_the_state_travels_are_made_up_for_and_work_stays_to_be_shared() -> None:
+def test_a_joiner_makes_up_for_rounds_missed_during_the_transfer_and_keeps_its_work() -> None:
     pair = Pair()
     pair.miss()
     assert pair.joiner[0].state_dict()["finished_rounds"] == 0, "the published state lacks the round"

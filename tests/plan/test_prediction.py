@@ -32,7 +32,7 @@ def test_the_stated_errors_are_those_of_the_committed_results_of_the_benchmark()
     assert len(results) > 20
 
 
-def test_the_cost_of_each_fragment_by_hand() -> None:
+def test_the_cost_of_each_fragment_is_that_computed_by_hand() -> None:
     """A byte takes a nanosecond at 8 Gbit/s, payload and vote one latency each, and bbr loses nothing at the start."""
     blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=50, num_fragments=4), codec=make_codec("float32"))
     cost = predict(blocking, site(8e9, latency=0.002, congestion_control="bbr"))

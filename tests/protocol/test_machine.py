@@ -127,7 +127,7 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     assert (member.machine.views.failure is not None) == has_a_say
 
 
-def test_what_a_replica_tells_of_its_own_data_reaches_the_members_and_stays_known_when_one_has_left() -> None:
+def test_members_know_the_figures_of_own_data_also_of_one_that_has_left() -> None:
     machine = first_of_three()
     told = machine.handle(0.0, Announced(SiteMessage(SITE)))
     assert told.messages == [(1, SiteMessage(SITE)), (2, SiteMessage(SITE))]

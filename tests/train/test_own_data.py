@@ -235,7 +235,7 @@ def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_pa
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
 
 
-def test_a_site_is_killed_and_its_share_is_named_and_it_comes_back_to_its_own_data_beside_a_new_one(
+def test_a_killed_site_comes_back_to_its_own_data_and_its_share_is_named_meanwhile(
     sites: Sites,
 ) -> None:
     (sites.folder / "pace.py").write_text(PACE)

@@ -146,7 +146,7 @@ def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_p
     assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"first weights"}
 
 
-def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
+def test_a_model_of_a_function_in_a_file_is_trained_and_loaded_again(nets: Path, data: Path, tmp_path: Path) -> None:
     """The layers of a plain module are found though its head is larger; frozen parameters and buffers are kept."""
     plan = plan_of(f"{nets}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)

@@ -78,7 +78,9 @@ RESUMABLE = [
 
 
 @pytest.mark.parametrize("arguments", RESUMABLE)
-def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path: Path, arguments: str) -> None:
+def test_a_run_stopped_in_flight_and_resumed_ends_as_if_it_had_not_stopped(
+    data: Path, tmp_path: Path, arguments: str
+) -> None:
     """Invariant 6 holds at a step with fragments in flight and at one inside a shared start."""
     whole = train(data, tmp_path / "whole", arguments)
     for stop in (2, 5) if "--data-parallel-steps" in arguments else (5,):

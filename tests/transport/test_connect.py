@@ -262,7 +262,7 @@ def alone() -> Iterator[Directory]:
         yield directory
 
 
-def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what_all_begin_from(
+def test_a_rank_that_comes_again_with_another_checkpoint_does_not_change_the_common_step(
     alone: Directory,
 ) -> None:
     """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""

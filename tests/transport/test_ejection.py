@@ -213,7 +213,7 @@ def test_a_member_that_forgets_orders_undoes_none_and_who_is_ejected_gets_no_sec
         Members(monkeypatch, QmLast=None).eject("QmLast", founder, ADMISSION, tmp_path / "4")
 
 
-def test_a_member_follows_the_newest_order_of_the_founder_and_tells_nobody_with_the_old_secret(swarms: Swarms) -> None:
+def test_a_member_follows_the_newest_order_and_tells_nobody_who_has_the_old_secret(swarms: Swarms) -> None:
     """Otherwise a peer that keeps connections to the members, maybe under another name, is told the new secret.
 
     Two commands at once sign two orders of one version, of which one counts. The other must not seem to.

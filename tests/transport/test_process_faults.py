@@ -279,7 +279,7 @@ def present(rank: int, number: int, address: Address, *, is_last: bool) -> None:
     transport.close()
 
 
-def test_who_was_replaced_while_it_stood_still_does_not_go_on_alone_once_all_others_have_ended() -> None:
+def test_a_frozen_member_that_was_replaced_does_not_go_on_alone_when_it_wakes() -> None:
     """It has stood still for less than a silence. What it was told has to be read before anything is written."""
     with rendezvous(3) as address, Processes() as processes:
         for number in range(3):

@@ -79,7 +79,7 @@ def rank_tells(rank: int, folder: Path) -> None:
     group.close()
 
 
-def test_each_replica_by_itself(tmp_path: Path) -> None:
+def test_the_ranks_of_a_replica_share_values_decisions_and_errors(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(6, rank_tells, tmp_path)
         processes.results(timeout_s=300)

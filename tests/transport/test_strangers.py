@@ -344,7 +344,7 @@ def test_who_connects_as_a_rank_before_the_table_is_known_gives_way_to_the_one_i
         assert said(stays)["kind"] == "excluded"
 
 
-def test_of_two_that_take_the_place_of_one_that_is_silent_the_second_has_to_wait_for_the_first(
+def test_of_two_processes_that_replace_a_silent_one_the_second_waits_for_the_first(
     alone: Directory,
 ) -> None:
     """Both had waited for the silent one to answer, and the second one then ended the connection of the first."""
@@ -481,7 +481,7 @@ def test_a_rank_that_a_run_does_not_have_takes_no_memory(monkeypatch: pytest.Mon
     assert taken_bytes < 60_000, "it was 137 kB"
 
 
-def test_neither_an_address_that_is_none_nor_another_one_of_a_connected_rank_is_taken_from_an_answer() -> None:
+def test_an_answer_gives_no_invalid_address_and_changes_none_of_a_connected_rank() -> None:
     """Before, the first ended each later search, and a member could name itself as each donor of a joiner."""
     with rendezvous(2) as address:
         both = at_once([lambda m=m: connect(place(m, 2, address), rules(**QUICK)) for m in range(2)])

@@ -398,7 +398,7 @@ def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, keys: Path)
     wait_for_members(members[1], 3)
 
 
-def test_another_run_is_another_world_and_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(
+def test_peers_of_another_run_are_not_found_and_a_fresh_start_does_not_replace_a_swarm(
     swarms: Swarms, member: PeerTransport
 ) -> None:
     """The record of a swarm outlives its last member, and only a peer with a checkpoint may found the swarm again."""

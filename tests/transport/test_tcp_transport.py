@@ -169,7 +169,7 @@ def test_an_error_in_an_exchange_makes_the_round_void_for_all_with_its_reason(wi
     exchange(transports, [contribution(m, outer_step=1) for m in range(2)])
 
 
-def test_an_error_in_the_owners_callback_and_a_message_over_the_limit_end_their_transports_and_no_other(
+def test_an_error_in_a_callback_or_a_message_over_the_limit_ends_its_own_transport_only(
     wires: Wires,
 ) -> None:
     first, second, third = wires.meet(3, continue_without_lost=True)

@@ -96,7 +96,7 @@ def test_a_payload_over_many_connections_arrives_as_it_was_sent(wires: Wires, mo
     assert all(len(link.stripes) > 1 for each in transports for link in each.connections.peers.values())
 
 
-def test_a_view_that_grows_or_shrinks_while_payloads_are_on_their_way_changes_the_number_of_stripes(
+def test_the_number_of_stripes_follows_the_view_while_payloads_are_sent(
     wires: Wires, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the stripes that end had not delivered is sent over the others."""
@@ -203,7 +203,7 @@ def test_who_reads_no_acknowledgements_has_them_pile_up_on_no_stripe(
     assert link.stripes
 
 
-def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
+def test_a_void_round_costs_only_what_was_sent_and_an_early_payload_waits_at_its_sender(
     wires: Wires, relays: Relays
 ) -> None:
     sent = [0]

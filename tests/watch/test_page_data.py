@@ -24,7 +24,7 @@ def run_of(folder: Path, *told: Event) -> dict[str, Any]:
     return shown(write(folder, [started(num_replicas=3, total_steps=100), *told]))[0]
 
 
-def test_header(tmp_path: Path) -> None:
+def test_the_header_of_the_page_has_the_newest_figures_of_the_run(tmp_path: Path) -> None:
     begin = started(total_steps=100, tokens_per_step=8, data_parallel_bytes_per_step=100_000)
     steps = [step(number, tokens=8 * number) for number in range(1, 11)]
     header = shown(write(tmp_path, [begin, *steps, evaluated(10, 2.5), committed(0, 0, 0)]))[0]["header"]
@@ -58,14 +58,16 @@ def test_unknown_values_are_null_and_never_zero(tmp_path: Path) -> None:
         ([sent(0, 0, 0), void(0, 0, 0), sent(0, 0, 0)], "sent", [], (0, 1)),  # it is repeated
     ],
 )
-def test_state_of_a_round(tmp_path: Path, told: list[Event], state: str, contributors: Any, counts: Any) -> None:
+def test_a_round_is_sent_merged_or_void_as_its_events_say(
+    tmp_path: Path, told: list[Event], state: str, contributors: Any, counts: Any
+) -> None:
     run = run_of(tmp_path, *told)
     cell = run["grid"]["cells"]["0:0"]
     assert (cell["state"], cell["contributors"]) == (state, contributors)
     assert (run["header"]["rounds_committed"], run["header"]["rounds_void"]) == counts
 
 
-def test_participation_of_each_replica(tmp_path: Path) -> None:
+def test_the_table_of_peers_counts_in_how_many_means_each_replica_is(tmp_path: Path) -> None:
     late = committed(0, 0, 3, step=5, late_s=(0.0, 0.2)), committed(1, 0, 3, step=5, late_s=(0.5, 0.0))
     digests = [sent(m, 0, 3, step=5, digest="ba"[m != 1], weight=0.5) for m in range(3)]
     run = run_of(tmp_path, committed(0, 0, 0, contributors=(0, 1, 2)), committed(0, 0, 1), *digests, *late)

@@ -69,7 +69,7 @@ def tell(sink: PrometheusSink | Sinks) -> None:
         sink.handle(event)
 
 
-def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
+def test_prometheus_reads_every_metric_of_what_was_reported(sink: PrometheusSink, port: int) -> None:
     assert values(ask(port, "/metrics")[1])["diloco_step"] == 0
     tell(sink)
     found = reached(port, "diloco_step", 2)

@@ -96,7 +96,7 @@ def test_the_token_leads_to_the_page_and_nowhere_else(server: PageServer, path: 
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /data.json HTTP/1.1\r\nHost: local"])
-def test_connections_that_never_finish_a_request_hold_nobody_up(server: PageServer, said: bytes) -> None:
+def test_connections_that_never_finish_a_request_delay_no_other(server: PageServer, said: bytes) -> None:
     cookie = cookie_of(server)
     with ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(100)]
