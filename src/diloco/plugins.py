@@ -192,7 +192,7 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
     if kind not in getattr(function, "__mro__", ()):
         inner = inspect.unwrap(function)  # it is of the library that defines it, whoever imports it
         defined = inspect.isfunction(inner) or inspect.isbuiltin(inner) or inspect.isclass(inner)
-        required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
+        required = {re.split(r"[^\w.-]", require)[0] for require in metadata.requires("diloco") or ()}
         _refuse(key, text, (defined and inner.__module__) or module.__name__, required | sys.stdlib_module_names)
     return function  # type: ignore[no-any-return]  # callable, as checked above
 
@@ -280,7 +280,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{str(error)[:100]}. Write a function in Python that calls it.") from error
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def code_digest(value: object) -> str:

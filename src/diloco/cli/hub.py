@@ -137,7 +137,7 @@ def push(folder: Path, repo: str, *, private: bool, dry_run: bool) -> str:
         about = api.model_info(repo)  # it may have been there before
         if private and not about.private:
             raise ConfigurationError("it is public. Leave --private out, or make it private on the hub")
-        there = {each.rfilename for each in about.siblings or ()}
+        there = {sibling.rfilename for sibling in about.siblings or ()}
         if other := sorted((there & _LOADED_FIRST) - {path.name for path in files}):
             raise ConfigurationError(f"its {other[0]} would be loaded instead. Delete it there, or use another one")
         kept = [CARD_NAME] if CARD_NAME in there else []

@@ -220,7 +220,7 @@ def _curves(exchange: Exchange, site: Site, chosen: Prediction) -> dict[str, Any
     factors = [rate / most for rate in BANDWIDTHS]
     return {
         "bandwidth_bits_per_s": BANDWIDTHS,
-        "compute_utilization": {name: curve(each, site, factors) for name, each in candidates.items()},
+        "compute_utilization": {name: curve(candidate, site, factors) for name, candidate in candidates.items()},
     }
 
 
@@ -358,7 +358,7 @@ def _report(record: dict[str, Any]) -> str:
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     curves = record["curves"]
     over = [f"utilisation over {_axis(site)}", *map(format_rate, curves["bandwidth_bits_per_s"])]
-    lines = [[name, *(f"{each:.0%}" for each in row)] for name, row in curves["compute_utilization"].items()]
+    lines = [[name, *(f"{share:.0%}" for share in row)] for name, row in curves["compute_utilization"].items()]
     tables = facts_table(facts), columns(heads, _fragment_rows(fragments)), columns(over, lines), columns(others, rows)
     note = "A smaller H synchronises more often. sign needs --error-feedback 1. The loss is not predicted."
     return "\n\n".join([_decision(record), *tables, note])

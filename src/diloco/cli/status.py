@@ -153,7 +153,7 @@ async def _show_peers(options: StatusOptions) -> int:
                 for words in _remarks(reports, options.run):
                     say(words, "warning")
                 if options.every is None:
-                    return 0 if any(each.status for each in reports) else 1
+                    return 0 if any(report.status for report in reports) else 1
             await asyncio.sleep(options.every)
             print()
 
@@ -199,7 +199,9 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
         }
         if absent and each.problem:
             yield f"{each.peer_id}: {reasons[absent]}"
-    states = {(each.status.round, each.status.digest) for each in reports if each.status and each.status.digest}
+    states = {
+        (report.status.round, report.status.digest) for report in reports if report.status and report.status.digest
+    }
     if len(states) > len({newest for newest, _ in states}):
         yield (
             "peers show different digests of the state before the same round. If they still do in the next query, "

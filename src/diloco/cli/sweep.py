@@ -46,10 +46,10 @@ def run_sweep(arguments: Sequence[str]) -> int:
 
     def save() -> str:
         rows = []
-        for each in runs:
-            if (summary := each.summary(folder)) or each.plan.record in errors:
-                about = {"run": each.name, "varied": each.varied, "error": errors.get(each.plan.record, "")}
-                rows.append(about | {"settings": flatten(each.plan.configuration)} | (summary or {}))
+        for run in runs:
+            if (summary := run.summary(folder)) or run.plan.record in errors:
+                about = {"run": run.name, "varied": run.varied, "error": errors.get(run.plan.record, "")}
+                rows.append(about | {"settings": flatten(run.plan.configuration)} | (summary or {}))
         write_whole(given.out / "results.jsonl", "".join(to_json(row) + "\n" for row in rows))
         write_whole(given.out / "table.md", table(rows) + "\n")
         return table(rows)

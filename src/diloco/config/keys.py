@@ -183,7 +183,7 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
     dashes = "-" if word.startswith("-") else "_"
     meant = word.lstrip("-").replace("-" if dashes == "_" else "_", dashes)
     names: dict[str, str] = {}
-    for name in (each for each in known if each.startswith("-") == word.startswith("-")):
+    for name in (other for other in known if other.startswith("-") == word.startswith("-")):
         names = {name.lstrip("-").rpartition(".")[2]: name} | names | {name.lstrip("-"): name}
     whole = difflib.get_close_matches(meant, names, n=1, cutoff=0.75)
     close = whole or difflib.get_close_matches(meant.rpartition(".")[2], names, n=1, cutoff=0.7)

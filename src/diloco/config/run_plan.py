@@ -134,7 +134,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     confirm(source, saved, line.values)
     places = {name: value for name, value in _chosen(settings).items() if name not in line.values}
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
-    elastic = [TRANSPORTS[each["network.transport"]].elastic for each in (saved, wanted)]
+    elastic = [TRANSPORTS[values["network.transport"]].elastic for values in (saved, wanted)]
     decided = {"network.replica_size"}
     if not all(elastic):
         decided.add("network.replicas")

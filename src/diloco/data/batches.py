@@ -93,7 +93,7 @@ class Shares(msgspec.Struct, frozen=True):
     The next assignment begins there. Until then, a joiner draws from positions that are reserved for it alone.
 
     >>> both = Shares.of((0,)).following(10, (0, 1), joined=(1,), margin=5, batch_size=4)
-    >>> [each.from_step for each in both.of_member(0)]
+    >>> [assignment.from_step for assignment in both.of_member(0)]
     [0, 15]
     >>> both.of_member(1)  # at first what comes after what replica 0 draws until then
     (Assignment(from_step=10, members=(1,), start=60), Assignment(from_step=15, members=(0, 1), start=80))
@@ -125,17 +125,17 @@ class Shares(msgspec.Struct, frozen=True):
         newest, oldest = self.chain[-1], from_step - margin  # no member is further behind
         begins = max(from_step + margin, newest.from_step)
         next_one = newest.following(begins, members, batch_size)
-        aside, start = [each for each in self.aside if each[1] > oldest], next_one.start
+        aside, start = [kept for kept in self.aside if kept[1] > oldest], next_one.start
         for replica in sorted(joined):
             aside.append((Assignment(from_step, (replica,), start), begins))
             start += (begins - from_step) * batch_size
-        chain = [each for each, after in pairwise(self.chain) if after.from_step > oldest]
+        chain = [assignment for assignment, after in pairwise(self.chain) if after.from_step > oldest]
         chain += [newest] if newest.from_step < begins else []
         return Shares((*chain, Assignment(begins, next_one.members, start)), tuple(aside))
 
     def of_member(self, member: int) -> tuple[Assignment, ...]:
         """Return the assignments that a member's sampler needs, in the order in which they begin."""
-        reserved = [each for each in self.aside if each[0].members == (member,)][-1:]
+        reserved = [kept for kept in self.aside if kept[0].members == (member,)][-1:]
         begins = reserved[0][1] if reserved else 0  # after a rejoin, only the new ones
         shared = [each for each in self.chain if member in each.members and each.from_step >= begins]
         return (*(assignment for assignment, _ in reserved), *shared)
@@ -399,8 +399,8 @@ class Sampler(Batches):
                 f"Replica {self._replica}, which has drawn {self._drawn} batches, can't draw by the assignment from "
                 f"step {assignment.from_step} on to the members {assignment.members!r:.80}."
             )
-        others = [each for each in self._assignments if each.from_step != assignment.from_step]
-        self._assignments = sorted([*others, assignment], key=lambda each: each.from_step)
+        others = [other for other in self._assignments if other.from_step != assignment.from_step]
+        self._assignments = sorted([*others, assignment], key=lambda known: known.from_step)
         self._advance(0)
 
     def join_at(self, step: int) -> None:
@@ -418,7 +418,7 @@ class Sampler(Batches):
     @property
     def _assigned(self) -> Assignment | None:
         """The assignment in force at the next step."""
-        return next((each for each in self._assignments[:1] if each.from_step <= self._drawn), None)
+        return next((assignment for assignment in self._assignments[:1] if assignment.from_step <= self._drawn), None)
 
     def _advance(self, steps: int = 1) -> None:
         """Advance by some steps, and drop the assignments that have ended."""

@@ -383,16 +383,16 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            yield from _texts(each)
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _apart(value: Any, marks: Collection[str], name: str = "") -> Any:
     """Return a JSON value in whose strings question marks replace what may be a part of one of ``marks``."""
     if isinstance(value, dict):
-        return {key: _apart(each, marks, key) for key, each in value.items()}
+        return {key: _apart(item, marks, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_apart(each, marks) for each in value]
+        return [_apart(item, marks) for item in value]
     if not isinstance(value, str) or (name, value) in _OF_TEMPLATE:
         return value
     if any(value.strip() in mark for mark in marks):
@@ -406,9 +406,9 @@ def _apart(value: Any, marks: Collection[str], name: str = "") -> Any:
 def _without_nulls(value: Any) -> Any:
     """Return a value without the nulls of its objects; those in lists stay."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 
@@ -423,7 +423,7 @@ def _from_json(value: Any) -> Any:
 def _listed(value: Any) -> list[Any]:
     """Return the elements of a list, or a value alone, which tables often hold as JSON."""
     value = _from_json(value) or []
-    return [_from_json(each) for each in (value if isinstance(value, list) else [value])]
+    return [_from_json(item) for item in (value if isinstance(value, list) else [value])]
 
 
 class ChatTokenizer(Tokenizer):
@@ -476,7 +476,7 @@ class ChatTokenizer(Tokenizer):
     def _with_beginning(self, template: Any) -> Any:
         """Return a template, or several by name, that begins with the tokens with which the tokenizer begins a text."""
         if isinstance(template, dict):
-            return {name: self._with_beginning(each) for name, each in template.items()}
+            return {name: self._with_beginning(text) for name, text in template.items()}
         opening = "".join(self._library.convert_ids_to_tokens(self.begin_prompt))
         if not template or not opening:
             return template

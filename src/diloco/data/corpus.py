@@ -75,7 +75,7 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024, tokenizer:
         tokenizer = folders[0].tokenizer()
         _check_settings(settings, folders, tokenizer)
         train, heldout = _of_folders(folders, tokenizer)
-        identity = [Identity(each.path.name, f"{each.splits['train'].digest}") for each in folders]
+        identity = [Identity(folder.path.name, f"{folder.splits['train'].digest}") for folder in folders]
     else:
         source = Source(settings)
         split = survey(source.documents(), settings.heldout_fraction).split
@@ -116,7 +116,7 @@ def _streamed_corpus(settings: DataSettings, tokenizer: Tokenizer | None) -> Cor
     tokenizer = tokenizer or make_tokenizer(settings, islice(look.split.training(source.documents()), _BPE_DOCUMENTS))
     heldout = _first_heldout(source, look, tokenizer)
     identity = source.identity()
-    contents = [each.content for each in identity]
+    contents = [part.content for part in identity]
     origin = f"{settings.text_field} {contents} {fraction} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(origin.encode())
     stream = partial(DocumentStream, source, look, tokenizer, data=digest)
@@ -159,9 +159,9 @@ def _fingerprint(tokenizer: Tokenizer, train: PackedTokens | PackedRows, heldout
 
 def _in_words(identity: Sequence[Identity]) -> str:
     if len(identity) > _MAX_FILES:
-        digest = xxhash.xxh3_64_hexdigest(" ".join(each.content for each in identity).encode())
+        digest = xxhash.xxh3_64_hexdigest(" ".join(part.content for part in identity).encode())
         return f"{len(identity):,} files ({digest})"
-    return "; ".join(f"{each.name.replace(';', ',')} ({each.content})" for each in identity)
+    return "; ".join(f"{part.name.replace(';', ',')} ({part.content})" for part in identity)
 
 
 NOTHING = "nothing, because there is too little; the loss is not evaluated"

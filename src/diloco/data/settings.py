@@ -90,7 +90,11 @@ class DataSettings:
     def bpe_vocab_size(self) -> int | None:
         """The vocabulary of a BPE trained on the text, with the end-of-document token; None for other tokenizers."""
         kind, _, size = self.tokenizer.partition(":")
-        return None if kind != "bpe" else int(size) if size.isdecimal() else -1 if size else 4096
+        if kind != "bpe":
+            return None
+        if not size:
+            return 4096
+        return int(size) if size.isdecimal() else -1  # which is refused
 
     def __post_init__(self) -> None:
         if self.format != "text":

@@ -230,7 +230,7 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
         files: list[str] = []
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
-            files = [each["filename"] for each in rows.cache_files]
+            files = [cache_file["filename"] for cache_file in rows.cache_files]
             if split not in ("", saved := str(rows.split or "train")):
                 raise ConfigurationError(f"{folder} holds the split {saved} alone, not {split!r}. Leave out :{split}.")
         else:
@@ -244,8 +244,8 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
                 )
                 if folder.exists():
                     builder = datasets.load_dataset_builder(str(folder), config)
-                    named = (builder.config.data_files or {}).values()
-                    files = [path for paths in named for path in paths if os.path.isfile(path)]
+                    for paths in (builder.config.data_files or {}).values():
+                        files += filter(os.path.isfile, paths)
         if rows.column_names is not None and not settings.chat:  # unknown for some streams
             rows = rows.select_columns([settings.text_field])
         streams = settings.streaming and isinstance(rows, datasets.Dataset)
@@ -304,8 +304,8 @@ def _files(place: str, suffixes: Iterable[str]) -> list[File]:
                 raise NoDataError(f"{place} does not exist.")
         listed = [{**system.info(name), "name": name} if isinstance(name, str) else name for name in names]
         return [
-            File(system, each["name"], system.unstrip_protocol(each["name"]) if remote else each["name"], each)
-            for each in listed
+            File(system, about["name"], system.unstrip_protocol(about["name"]) if remote else about["name"], about)
+            for about in listed
         ]
 
 

@@ -245,7 +245,7 @@ class Tokenizer:
 
     def encodes_like(self, other: Tokenizer) -> bool:
         """Return whether both give the same tokens for every document."""
-        around = [(each.begin_document, each.end_document) for each in (self, other)]
+        around = [(tokenizer.begin_document, tokenizer.end_document) for tokenizer in (self, other)]
         return around[0] == around[1] and self.to_json() == other.to_json()
 
     def to_json(self) -> str:

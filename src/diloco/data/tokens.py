@@ -86,7 +86,7 @@ class PackedTokens:
             vocab_size=parts[0].vocab_size,
             documents=sum(part.documents for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
-            byte_counts=[piece for each in counts for piece in each.pieces] if len(counts) == len(parts) else None,
+            byte_counts=[piece for count in counts for piece in count.pieces] if len(counts) == len(parts) else None,
         )
 
     @property

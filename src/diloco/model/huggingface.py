@@ -463,7 +463,7 @@ def _check_kind(name: str, value: Any, default: Any) -> None:
 
     The library would take them, and train a model without numbers in it.
     """
-    kinds = [each for each in (bool, int, float) if isinstance(default, each)]
+    kinds = [kind for kind in (bool, int, float) if isinstance(default, kind)]
     if not kinds or not isinstance(value, int | float):
         return
     if isinstance(value, bool) != (bool in kinds):

@@ -66,7 +66,7 @@ class DecoderSettings:
 
     def arguments(self) -> dict[str, Any]:
         """Return the values that are not the default, as ``model.arguments`` has them."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value != getattr(type(self), name)}
 
 
@@ -157,7 +157,7 @@ class ModelSettings:
     @property
     def config_changes(self) -> dict[str, Any]:
         """The ``arguments`` that change the configuration of a model of ``transformers``."""
-        own = {each.name for each in dataclasses.fields(HuggingFaceSettings)}
+        own = {field.name for field in dataclasses.fields(HuggingFaceSettings)}
         return {name: value for name, value in self.arguments.items() if name not in own}
 
     @property
@@ -173,7 +173,7 @@ class ModelSettings:
 
     def described(self) -> dict[str, Any]:
         """Return the section as JSON, with all values of a native decoder, for a version with other defaults."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {"arguments": dataclasses.asdict(self.decoder) if self.kind == "native" else self.arguments}
 
     def __post_init__(self) -> None:
@@ -189,8 +189,8 @@ class ModelSettings:
                 f"model.lora_rank={rank} adapts stored weights, so it can't be combined with "
                 "model.arguments.weights='fresh'. Leave out one of them."
             )
-        idle = [each for each in LORA_ONLY if getattr(options, each) != getattr(HuggingFaceSettings, each)]
-        idle = [*(f"arguments.{each}" for each in idle), *(["quantization"] if self.quantization else [])]
+        idle = [name for name in LORA_ONLY if getattr(options, name) != getattr(HuggingFaceSettings, name)]
+        idle = [*(f"arguments.{name}" for name in idle), *(["quantization"] if self.quantization else [])]
         if idle and not rank:
             raise ConfigurationError(
                 f"model.{idle[0]} has an effect only with LoRA. Also set model.lora_rank (--lora-rank), such as 16."
@@ -199,7 +199,7 @@ class ModelSettings:
 
 def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.arguments") -> Kind:
     """Return the dataclass with ``values``, which may come from a file, of a section or table."""
-    names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in names:
             raise ConfigurationError(f"{table}.{name} is not a setting of this model; {nearest(name, names)}")

@@ -222,7 +222,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        query, key, value = (self._heads(each(hidden)) for each in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (self._heads(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)

@@ -187,7 +187,7 @@ class VisibleConsole(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            each if each.control else Segment(visible_lines(each.text), each.style) for each in buffer
+            part if part.control else Segment(visible_lines(part.text), part.style) for part in buffer
         )
 
 
@@ -264,7 +264,7 @@ def _known(form: Callable[[float], str], value: float | None) -> str:
 def _columns(progress: RunProgress) -> list[tuple[str, Metric]]:
     """Return field and metric of the columns about steps. That of the device's use needs its peak, if that is known."""
     columns = [(field, metric) for field, metric in metrics_of(events.StepFinished).items() if metric.column]
-    return [each for each in columns if progress.peak_known or each[0] != "model_flops_utilization"]
+    return [column for column in columns if progress.peak_known or column[0] != "model_flops_utilization"]
 
 
 def _title(event: events.RunStarted) -> str:

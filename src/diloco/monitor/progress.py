@@ -105,7 +105,9 @@ class RunProgress:
                 if is_best:
                     self.best_heldout_loss = event.heldout_loss
                 figures = f"perplexity {format_perplexity(event.perplexity)}  {event.bits_per_byte:.4f} bits per byte"
-                mark = "  (final)" if event.final else "  (best)" if is_best else ""
+                mark = "  (best)" if is_best else ""
+                if event.final:
+                    mark = "  (final)"
                 return f"held-out loss {event.heldout_loss:.4f}  {figures}{mark}{_beside(event, self.names)}"
         return ""
 
@@ -189,18 +191,21 @@ def _site_row(name: str, site: events.Site) -> list[str]:
 
 
 def _change(event: events.ViewChanged) -> str:
-    left = tuple(each for each in event.left if each not in event.lost)
+    left = tuple(replica for replica in event.left if replica not in event.lost)
     # the first clause of the reason, without what is in parentheses, perhaps nested, and without addresses
     reason = before = event.reason
     while (reason := re.sub(r" ?\([^()]*\)", "", reason)) != before:
         before = reason
     reason = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
     reason = re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", reason)
-    changes = (
-        (event.lost, f"{'is' if len(event.lost) == 1 else 'are'} gone ({reason})"),
-        (left, "has left" if len(left) == 1 else "have left"),
-        (event.joined, "joined"),
-    )
-    parts = [f"{names_of(replicas)} {what}" for replicas, what in changes if replicas]
-    rest = (" continues" if len(event.members) == 1 else " continue") if event.left else ""
-    return "; ".join([*(parts or [f"the replicas connect again ({reason})"]), counted(len(event.members)) + rest])
+    parts = []
+    if event.lost:
+        parts.append(f"{names_of(event.lost)} {'is' if len(event.lost) == 1 else 'are'} gone ({reason})")
+    if left:
+        parts.append(f"{names_of(left)} {'has' if len(left) == 1 else 'have'} left")
+    if event.joined:
+        parts.append(f"{names_of(event.joined)} joined")
+    rest = counted(len(event.members))
+    if event.left:
+        rest += " continues" if len(event.members) == 1 else " continue"
+    return "; ".join([*(parts or [f"the replicas connect again ({reason})"]), rest])

@@ -78,10 +78,12 @@ def decide(exchange: Exchange, site: Site, steps: int, start_steps: int) -> Deci
         best = max(predict(last, site), own, key=lambda rounds: round(rounds.compute_utilization, 3))
         run, needed = run_cost(best, gradients, steps, start_steps), _needed_bandwidth(exchange, site)
         return Decision(verdict="slow", rounds=best, run=run, needed_bits_per_s=needed)
-    chosen = next(each for each in _choices(exchange, site, steps - start_steps) if utilization(each, site) >= ENOUGH)
+    chosen = next(
+        choice for choice in _choices(exchange, site, steps - start_steps) if utilization(choice, site) >= ENOUGH
+    )
     rounds = predict(chosen, site)
     starts = [run_cost(rounds, gradients, steps, start) for start in (*range(start_steps, SHORTEST_START, -1), 0)]
-    run = next(each for each in starts if each.compute_utilization >= ENOUGH)
+    run = next(cost for cost in starts if cost.compute_utilization >= ENOUGH)
     return Decision(verdict="take", rounds=rounds, run=run)
 
 
@@ -96,9 +98,9 @@ def _choices(exchange: Exchange, site: Site, steps: int) -> Iterator[Exchange]:
     names = [codec.name for codec in known]
     coarser = known[names.index(codec.name) + 1 :] if codec.name in names else []
     for inner_steps in (own.inner_steps, *(H for H in INNER_STEPS if own.inner_steps < H <= most)):
-        for each in (codec, *coarser):
+        for sent_as in (codec, *coarser):
             schedule = replace(own, inner_steps=inner_steps, offsets=None)
-            changed = replace(exchange, schedule=own if inner_steps == own.inner_steps else schedule, codec=each)
+            changed = replace(exchange, schedule=own if inner_steps == own.inner_steps else schedule, codec=sent_as)
             yield changed
             overlap = _overlap_of_a_round(changed, site)
             if own.num_fragments > 1 and overlap > own.overlap_steps:

@@ -47,7 +47,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
     parcels, typical = _simulated(exchange, site)
     _, p90 = _simulated(exchange, replace(site, conditions=site.conditions.at_p90()))
     _, ideal = _simulated(exchange, replace(site, conditions=IDEAL))
-    rounds, slow = ({each.fragment: each for each in run.merged} for run in (typical, p90))
+    rounds, slow = ({merged.fragment: merged for merged in run.merged} for run in (typical, p90))
     return Prediction(
         inner_steps=schedule.inner_steps,
         num_fragments=schedule.num_fragments,
@@ -59,7 +59,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
         step_s=typical.wall_s / typical.steps,
         sent_bytes_per_step=float(typical.sent_bytes.max()) / typical.steps,
         mean_sent_bytes_per_step=float(typical.sent_bytes.mean()) / typical.steps,
-        longest_wait_s=max(float(each.waited_s.max()) for each in typical.merged),
+        longest_wait_s=max(float(merged.waited_s.max()) for merged in typical.merged),
         fragments=tuple(
             FragmentCost(
                 fragment=fragment,

@@ -216,8 +216,8 @@ class Site:
         Slow ones sum less where losses don't slow them all.
         """
         full = self.conditions.congestion_control in ("bbr", None)
-        each = (uplink_of(self.links, m, transfer_steps * step_s) for m, step_s in enumerate(self.step_time_s))
-        return tuple(replace(uplink, full=full) for uplink in each)
+        uplinks = (uplink_of(self.links, m, transfer_steps * step_s) for m, step_s in enumerate(self.step_time_s))
+        return tuple(replace(uplink, full=full) for uplink in uplinks)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def load_trained(
     values, weights = read_weights(checkpoint.path), "global parameters"
     if average_last > 1:
         averaged = _last_checkpoints(checkpoint, average_last)
-        values = _mean_weights(values, [each.values("global") for each in averaged])
+        values = _mean_weights(values, [checkpoint.values("global") for checkpoint in averaged])
         weights = f"mean of the global parameters of {average_last} checkpoints, from step {averaged[0].step}"
     if own := checkpoint.fact("at_home", str, ""):
         weights += f", with {visible(own)}"
@@ -200,7 +200,11 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
 
 def _last_checkpoints(newest: Checkpoint, number: int) -> list[Checkpoint]:
     """Return ``newest`` and the checkpoints of its run before it, ``number`` in all, the oldest first."""
-    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial]
+    saved = [
+        list_checkpoint
+        for list_checkpoint in list_checkpoints(newest.path.parent)
+        if list_checkpoint.serial <= newest.serial
+    ]
     saved = [each for each in saved if each.step <= newest.step]  # a run may have gone back
     if len(saved) < number:
         there = ", ".join(str(each.step) for each in saved)
@@ -217,7 +221,7 @@ def _mean_weights(values: Mapping[str, Tensor], averaged: Sequence[Mapping[str, 
     def mean(name: str) -> Tensor:
         if name not in averaged[0]:
             return values[name]
-        return torch.stack([each[name].double() for each in averaged]).mean(0).to(averaged[0][name].dtype)
+        return torch.stack([values[name].double() for values in averaged]).mean(0).to(averaged[0][name].dtype)
 
     return Lazy({name: name for name in values}, mean)
 

@@ -67,7 +67,9 @@ def evaluate(
         DataError: there is nothing to predict.
     """
     fitting = LOGITS_BYTES // (4 * sequence_length * model.vocab_size)
-    end = ENDS if tokens.marks_ends else tokenizer.eos_id if document_masks else None
+    end = tokenizer.eos_id if document_masks else None
+    if tokens.marks_ends:
+        end = ENDS
     device, was_training = next(model.parameters()).device, model.training
     nats, count, dtype = 0.0, 0, getattr(torch, precision)
     num_bytes = tokens.target_bytes(*heldout_windows(tokens, sequence_length, sequences))

@@ -54,7 +54,7 @@ def parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     values: dict[str, Any] = vars(event)
-    bounded = all(_is_bounded(*each) for each in [*values.items(), ("", head.time_s)])
+    bounded = all(_is_bounded(*field) for field in [*values.items(), ("", head.time_s)])
     if head.schema != SCHEMA_VERSION or not bounded or len(line) > _MAX_RECORD:
         return None
     cut: dict[str, Any] = {name: text[:_MAX_TEXT] for name, text in values.items() if isinstance(text, str)}
@@ -68,7 +68,7 @@ def _is_bounded(name: str, value: Any) -> bool:
         case float():
             return name in _MAY_DIVERGE or abs(value) < _MAX_FLOAT
         case tuple() | dict():
-            return len(value) <= _MAX_ITEMS and all(_is_bounded("", each) for each in value)
+            return len(value) <= _MAX_ITEMS and all(_is_bounded("", item) for item in value)
     return True
 
 

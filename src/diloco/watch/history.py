@@ -84,7 +84,7 @@ class Grid:
 
     def recent(self) -> list[Round]:
         """Return the newest rounds of all fragments, the newest first."""
-        newest_first = sorted(self.cells.items(), key=lambda each: (each[1].step, each[0]), reverse=True)
+        newest_first = sorted(self.cells.items(), key=lambda item: (item[1].step, item[0]), reverse=True)
         return [cell for _, cell in newest_first[:MAX_RECENT]]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
@@ -149,13 +149,13 @@ class Grid:
         too much, what the fewest have reported goes first, and then what is large.
         """
         for fragment, reached in self._reached.items():
-            known = sorted([reached[each] for each in members or () if each in reached] or reached.values())
+            known = sorted([reached[member] for member in members or () if member in reached] or reached.values())
             if known:
                 self.newest[fragment] = known[-1] if members is None else known[-2:][0]
         for key in [key for key in self.cells if abs(key[1] - self.newest.get(key[0], 0)) >= OUTER_STEPS]:
             del self.cells[key]
         room = MAX_BYTES if members is not None else math.inf
-        for key, cell in sorted(self.cells.items(), key=lambda each: each[1].cost):
+        for key, cell in sorted(self.cells.items(), key=lambda item: item[1].cost):
             room -= cell.cost[1]
             if room < 0:
                 del self.cells[key]
@@ -413,7 +413,7 @@ class RunHistory:
     @property
     def step(self) -> int:
         """The number of inner steps finished by the most advanced process, or by half of those that are not trusted."""
-        steps = sorted(each.step for each in self.processes.values())
+        steps = sorted(process.step for process in self.processes.values())
         if not steps:
             return 0
         return steps[-1] if self.trusted else steps[len(steps) // 2]
@@ -422,14 +422,14 @@ class RunHistory:
     def first(self) -> ProcessHistory:
         """The process that represents the run: the one of the lowest replica that is not far behind."""
         step = self.step
-        near = [name for name, each in self.processes.items() if each.step >= step - max(20, step // 20)]
+        near = [name for name, process in self.processes.items() if process.step >= step - max(20, step // 20)]
         return self.processes[min(near, key=lambda name: (len(name), name))] if near else ProcessHistory()
 
     @property
     def evaluated(self) -> list[ProcessHistory]:
         """The processes with an evaluation or a sample, those with the newest one first. Not every process has one."""
-        some = [each for each in self.processes.values() if each.evaluated_at >= 0]
-        return sorted(some, key=lambda each: each.evaluated_at, reverse=True)
+        some = [process for process in self.processes.values() if process.evaluated_at >= 0]
+        return sorted(some, key=lambda process: process.evaluated_at, reverse=True)
 
     @property
     def sites(self) -> dict[str, events.Site]:
@@ -455,13 +455,13 @@ class RunHistory:
             case events.ViewChanged() as event:
                 self._views[name] = view = event.view, event.members
                 reported = Counter([view] if self.trusted else self._views.values())
-                newest = max(reported, key=lambda each: (reported[each], each[0]))
+                newest = max(reported, key=lambda view: (reported[view], view[0]))
                 if newest == view != self._newest_view and (not self.trusted or view[0] > self._newest_view[0]):
                     self._newest_view, self.expected = view, event.members
                     self.views.append((event, record[1]))
             case events.RunStarted() as event:
                 if event.step < before:
-                    self.grid.forget({each for each, of in self._reporters.items() if of == name}, event.step)
+                    self.grid.forget({replica for replica, of in self._reporters.items() if of == name}, event.step)
                 if self.trusted and len(self.processes) == 1 and event.rounds_committed + event.rounds_void:
                     # also those of another log, and without those superseded that the grid no longer has
                     self.grid.merged, self.grid.void = event.rounds_committed, event.rounds_void

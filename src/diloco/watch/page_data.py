@@ -52,7 +52,7 @@ def _training(run: RunHistory) -> list[str]:
     """Return the processes that should report: members that have not ended."""
     members = {"", *(f"replica {replica}" for replica in run.expected)} if run.views else {*run.processes}
     gone = {peer.process for peer in run.seen if peer.state in _GONE}
-    return [name for name, each in run.processes.items() if name in members - gone and not each.finished]
+    return [name for name, process in run.processes.items() if name in members - gone and not process.finished]
 
 
 def _silent(run: RunHistory, now_s: float) -> Iterator[Alert]:
@@ -122,7 +122,7 @@ def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
 def _slow(run: RunHistory, now_s: float) -> Iterator[Alert]:
     times = {name: step_s for name in _training(run) if (step_s := run.processes[name].step_s)}
     for name, step_s in times.items():
-        usual_s = statistics.median([each for other, each in times.items() if other != name] or [step_s])
+        usual_s = statistics.median([other_s for other, other_s in times.items() if other != name] or [step_s])
         if step_s > SLOWER * usual_s:
             words = f"takes {format_duration(step_s)} per step, {step_s / usual_s:.1f}x the median of the others."
             yield Alert("warning", "slow", name, words)
@@ -192,7 +192,7 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
             "cells": {f"{p}:{k}": cell.shown() for (p, k), cell in sorted(run.grid.cells.items())},
         },
         "views": [view for view, _ in run.views],
-        "samples": [sample for each in run.evaluated[:1] for sample in each.samples],
+        "samples": [*run.evaluated[0].samples] if run.evaluated else [],
         "notes": list(run.first.notes),
         "alerts": active,
         "facts": {**started.facts, **started.details} if (started := run.first.started) else {},
@@ -274,11 +274,11 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
     members = run.expected if run.views or not run.seen else ()  # the peers of a swarm have other numbers at first
     names = {**(run.first.started.names if run.first.started else {}), **(run.views[-1][0].names if run.views else {})}
     sites = run.sites
-    seen = {each.process: each for each in run.seen}
+    seen = {peer.process: peer for peer in run.seen}
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
-    numbers |= {name: each.report.number for name, each in seen.items()}
+    numbers |= {name: peer.report.number for name, peer in seen.items()}
     rows = []
-    for process_name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
+    for process_name, replica in sorted(numbers.items(), key=lambda item: (item[1], item[0])):
         process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
         status = report.status

@@ -60,13 +60,13 @@ def export_page(data: bytes) -> str:
     if not plotly.is_file():
         raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
     scripts = [script, plotly.read_text("utf-8").replace("</script", "<\\/script")]
-    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    policy = POLICY.format(hashes=" ".join(f"'sha256-{each}'" for each in hashes))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    policy = POLICY.format(hashes=" ".join(f"'sha256-{digest}'" for digest in hashes))
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>'
     # without "<", no text in the data, such as a sample, can end the element that holds it
     text = data.decode().replace("<", "\\u003c")
     body = f'<script type="application/json" id="data">{text}</script>\n' if data else ""
-    body += "".join(f"<script>{each}</script>\n" for each in scripts)
+    body += "".join(f"<script>{code}</script>\n" for code in scripts)
     return html.replace("<!-- head -->", head).replace("<!-- scripts -->", body)
 
 
@@ -195,7 +195,7 @@ class _Handler(LocalHandler):
     def answer(self) -> None:
         (path, _, query), right = self.path.partition("?"), self.server.token
         cookie = f"diloco-watch-{self.server.port}"  # browsers send cookies to all ports
-        cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
+        cookies = dict(pair.strip().partition("=")[::2] for pair in self.headers.get("Cookie", "").split(";"))
         token = parse_qs(query).get("token", [""])[0]
         if not hmac.compare_digest((token or cookies.get(cookie, "")).encode(), right.encode()):
             self.send(403, b"This page needs the address that `diloco watch` has printed: /?token=...")
