@@ -256,9 +256,9 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
     values |= {key: absolute(values[key]) for key in _CODE_KEYS if values[key] is not None}
     if values["checkpoint.mirror"] is not None and "://" not in values["checkpoint.mirror"]:
         values["checkpoint.mirror"] = os.path.abspath(os.path.expanduser(values["checkpoint.mirror"]))
-    for key in ("train.init_from", "network.secret_file"):
-        if values[key] is not None:
-            values[key] = Path(os.path.abspath(values[key].expanduser()))
+    for name, key in keys_of(Configuration).items():
+        if key.kind is Path and Trait.OF_CALL not in key.traits and values[name] is not None:
+            values[name] = Path(os.path.abspath(values[name].expanduser()))
     place = Path(configuration.model.place).expanduser()
     if configuration.model.kind == "module":
         values["model.source"] = absolute(values["model.source"])
