@@ -35,6 +35,7 @@ class Setup:
     error_feedback: bool = False
     precision: Any = "float32"
     optimizer: str = "AdamW"
+    at_home: tuple[str, ...] = ()
 
 
 def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
@@ -66,7 +67,8 @@ class Rank:
             self.model,
             self.inner.optimizer,
             schedule=SCHEDULE,
-            fragments=partition(self.model, num_fragments=3),
+            fragments=partition(self.model, num_fragments=3, at_home=setup.at_home),
+            at_home=setup.at_home,
             codec=make_codec(setup.codec),
             error_feedback=setup.error_feedback,
         )

@@ -1,7 +1,10 @@
 """`sync.arguments.average.at_home`: what each replica keeps to itself, in runs and in what is made of them."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RunStarted
 from diloco.train import describe, identity, make_fragments, outline
 from diloco.trained import load_trained
+from tests.finetuning import asked, write_base, write_records
 from tests.processes import Processes, free_port
 from tests.runs import Listener, settings_of, train
 from tests.same import raw, same
+from tests.train.ranks import Rank, Setup, largest_difference, load, open_group, save, unequal, whole
 from tests.train.test_state import rank
 
 HEAD = "--sync.arguments.average.at-home lm_head"
@@ -46,7 +51,7 @@ def test_each_replica_has_a_head_of_its_own_and_the_global_parameters_have_none(
 def test_what_is_made_of_a_checkpoint_has_the_head_of_its_replica_and_says_so(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    says = "global parameters, with lm_head.weight of replica 0"
+    says = "global parameters, with replica 0's lm_head.weight"
     trained = load_trained(run)
     assert trained.weights == says
     assert raw(named_parameters(trained.model)["lm_head.weight"].detach()) == raw(head_of(run, 0))
@@ -82,7 +87,7 @@ def test_replicas_that_move_to_processes_of_their_own_take_their_heads_with_them
         assert raw(open_checkpoint(folder).values(f"replica-{number}-values")["model/lm_head.weight"]) == raw(
             head_of(run, number)
         )
-        words = f"global parameters, with lm_head.weight of replica {number}"
+        words = f"global parameters, with replica {number}'s lm_head.weight"
         assert load_trained(folder).weights == words
     digests = {json.loads((each / "summary.json").read_text())["global_params_digest"] for each in (run, out)}
     assert len(digests) == 1
@@ -148,3 +153,58 @@ def test_what_can_not_stay_at_home_is_refused_before_anything_is_written(
     with pytest.raises(ConfigurationError, match=said):
         train(data, tmp_path / "run", words)
     assert not (tmp_path / "run").exists()
+
+
+def test_adapters_at_home_are_kept_apart_and_an_export_has_those_of_its_replica(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", marked=False, hidden_size=32, intermediate_size=48)
+    records = [{**asked(word, word[::-1]), "copy": copy} for copy in range(10) for word in ("red?", "blue?")]
+    data, out = write_records(tmp_path / "data.jsonl", records), tmp_path / "run"
+    words = f"""finetune {base} --data {data} --out {out} --replicas 2 --lora-rank 4 --steps 10 --inner-steps 5
+        --learning-rate 1e-2 --batch-size 2 --sequence-length 96 --monitor.console quiet --evaluation.every-steps 0
+        --checkpoint.every-steps 0 --device cpu --sync.arguments.average.at-home lora_B"""
+    assert main(words.split()) == 0
+    checkpoint = open_checkpoint(out)
+    one, other = (checkpoint.values(f"replica-{number}-values") for number in range(2))
+    kept = [name for name in one if ".lora_B." in name]
+    assert kept
+    assert not [name for name in checkpoint.values("global") if ".lora_B." in name]
+    assert not any(torch.equal(one[name], other[name]) for name in kept)
+    assert main(f"export {out} --out {tmp_path / 'adapter'} --to adapter".split()) == 0
+    from safetensors.torch import load_file
+
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {raw(value) for name, value in exported.items() if ".lora_B." in name} == {raw(one[name]) for name in kept}
+    about = json.loads((tmp_path / "adapter" / "diloco.json").read_text())["weights"]
+    named = r"(\S+lora_B\S+, ){2}\S+lora_B\S+ and 18 more"
+    assert re.fullmatch(rf"global parameters, with replica 0's {named}", about), about
+
+
+def trained_by_ranks(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
+    """Train, save, and go on from what was saved; return all values, those of the replica alone, and what differs."""
+    group = open_group(setup, position, folder)
+    ranks = Rank(setup, group)
+    ranks.train(10)
+    checkpoint = open_checkpoint(save(ranks, folder / f"checkpoints-{setup.strategy}"))
+    rest = {name: whole(value).clone() for name, value in ranks.state.rest_of_model().items()}
+    ranks.train(4)
+    again = Rank(setup, group)
+    load(again, checkpoint)
+    again.train(4)
+    values = ranks.values()
+    return {"values": values, "rest": rest, "differing": unequal(values, again.values())}
+
+
+def test_ranks_that_shard_a_replica_train_its_own_head_together(tmp_path: Path) -> None:
+    """It is saved whole, beside the global parameters, and comes back in shards."""
+    setup = Setup(strategy="fsdp", size=2, at_home=("lm_head",))
+    with Processes() as processes:
+        processes.start(2, trained_by_ranks, setup, tmp_path)
+        ranks = processes.results(timeout_s=300)
+    alone = trained_by_ranks(0, replace(setup, strategy="none", size=1), tmp_path)
+    for each in (*ranks.values(), alone):
+        assert each["differing"] == []
+        assert {*each["rest"]} == {"lm_head.weight"}
+        assert "global/lm_head.weight" not in each["values"]
+        assert "inner/exp_avg/lm_head.weight" in each["values"]
+        assert largest_difference(each["values"], alone["values"]) < 1e-5
+        assert largest_difference(each["rest"], alone["rest"]) < 1e-5

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha512
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -23,7 +20,7 @@ from diloco.config import join_command, parse_arguments, plan_run, to_toml
 from diloco.events import Note, Site, StepFinished, mean_loss
 from diloco.monitor import read_metrics
 from diloco.train import compared, identity, outline, run_training
-from tests.commands import LIMIT_S, PACE, Command
+from tests.commands import PACE, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
 from tests.same import raw
@@ -34,6 +31,7 @@ class Sites:
 
     def __init__(self, processes: Processes, folder: Path) -> None:
         self.processes, self.folder, self.commands = processes, folder, 0
+        self.watched = False  # whether all that is sent is written to files
         self.data = []
         for site, documents in enumerate((40, 10, 20)):
             (place := folder / f"text-{site}").mkdir()
@@ -45,6 +43,9 @@ class Sites:
 
     def command(self, words: str, **environment: Any) -> Command:
         self.commands += 1
+        if self.watched:
+            sent = str(self.folder / f"{self.commands}.sent")
+            environment |= {"module": "tests.train.watching", "environment": {"SENT": sent}}
         return Command(self.processes, shlex.split(words), self.folder / f"{self.commands}.txt", **environment)
 
 
@@ -184,55 +185,56 @@ def test_a_replica_that_repeats_its_data_too_often_says_so_once_also_if_it_goes_
     assert summary["epochs"] > 5
 
 
-def watched(rank: int, words: str, seen: Path) -> int:
-    """Run a command, and write all that it sends, before it is encrypted, to a file for each process."""
-    with (seen / f"{rank}.bin").open("wb") as file, ExitStack() as patched:
-        for kind in (asyncio.sslproto._SSLProtocolTransport, asyncio.selector_events._SelectorSocketTransport):
-
-            def write(transport: Any, data: bytes, send: Callable[..., None] = kind.write) -> None:
-                file.write(data)
-                send(transport, data)
-
-            patched.enter_context(mock.patch.object(kind, "write", write))
-        return main(words.replace("RANK", str(rank)).split())
-
-
-def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_page_lists(tmp_path: Path) -> None:
-    """Neither a piece of text nor the name of a file or folder, nor how much data there is."""
+@pytest.mark.parametrize("run", [over_tcp, over_a_swarm])
+def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_page_lists(
+    run: Run, sites: Sites
+) -> None:
+    """Neither a piece of text nor the name of a file or folder, nor how much data there is, nor what stays at home."""
     texts: list[str] = []
     for site in range(2):
-        (clinic := tmp_path / f"clinic-{site}").mkdir()
+        clinic = sites.data[site] = sites.folder / f"clinic-{site}"
+        clinic.mkdir()
         texts += (documents := [f"{site} {sha512(bytes([site, n])).hexdigest()}" for n in range(25 + site)])
         (clinic / "ward-seven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    (seen := tmp_path / "seen").mkdir()
-    words = f"train {SMALL} {tmp_path}/clinic-RANK --data.local --transport tcp --join 127.0.0.1:{free_port()}"
-    words += f" --replica RANK --out {tmp_path}/run --monitor.console quiet --evaluation.every-steps 4"
-    with Processes() as processes:
-        processes.start(2, watched, words, seen)
-        assert processes.results(LIMIT_S) == {0: 0, 1: 0}
-    sent = b"".join(file.read_bytes() for file in seen.iterdir())
+    sites.watched = True
+    folders = run(sites, "seen", f"--evaluation.every-steps 4 --codec float32 {HEAD}")
+    sent = b"".join(file.read_bytes() for file in sites.folder.glob("*.sent"))
     assert b"data.local" in sent, "what the replicas compare is there to read"
     assert sent.count(b"site") >= 6, "and what each tells of three evaluations"
     for text in texts:
         assert not [n for n in range(0, len(text) - 8, 4) if text[n : n + 8].encode() in sent]
-    for name in (
-        "clinic",
-        "ward",
-        "jsonl",
-        str(tmp_path),
-        *open_checkpoint(tmp_path / "run").fact("files", str).split(),
-    ):
+    files = open_checkpoint(folders[0]).fact("files", str).split()
+    for name in ("clinic", "ward", "jsonl", str(sites.folder), *files):
         assert name.encode() not in sent, name
-    for site in range(2):
-        (start,) = read_metrics(
-            (tmp_path / "run", tmp_path / "run" / "replica-1")[site] / "metrics.jsonl", "RunStarted"
-        )
+    for site, folder in enumerate(folders):
+        (start,) = read_metrics(folder / "metrics.jsonl", "RunStarted")
         for fact in (start["facts"]["data"], start["facts"]["held out"], start["details"]["data"]):
             assert fact.encode() not in sent, fact
+        head = head_of(folder, site)
+        assert not [n for n in range(0, len(head), 64) if head[n : n + 8] in sent]
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     listed = re.search(r"\*\*What leaves the machine\*\*.*?\n- ", page, re.S)
     assert listed
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
+
+
+def test_folders_of_tokens_and_given_weights_are_those_of_text_and_of_the_page(sites: Sites) -> None:
+    """The mean weighs a site as it says; the bits are those of a run on the text itself."""
+    digests = set()
+    for name in ("text", "tokens"):
+        if name == "tokens":
+            for site in range(2):
+                folder = sites.folder / f"tokens-{site}"
+                assert main(f"tokenize --data {sites.data[site]} --tokenizer bytes --out {folder}".split()) == 0
+                sites.data[site] = folder
+        out, meet = sites.folder / name, f"--transport tcp --join 127.0.0.1:{free_port()}"
+        weight = "--sync.arguments.average.weight"
+        ended([sites.start(site, out, f"{meet} --replica {site} {weight} {3 - 2 * site}") for site in range(2)])
+        for site, folder in enumerate((out, out / "replica-1")):
+            rounds = read_metrics(folder / "metrics.jsonl", "RoundCommitted")
+            assert {(each["weight"], each["total_weight"]) for each in rounds} == {(3 - 2 * site, 4)}
+        digests |= {end["global_params_digest"] for end in summaries([out, out / "replica-1"])}
+    assert len(digests) == 1
 
 
 def test_a_killed_site_comes_back_to_its_own_data_and_its_share_is_named_meanwhile(

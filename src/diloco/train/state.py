@@ -206,7 +206,7 @@ def _about(session: Session) -> dict[str, Any]:
     return {
         "algorithm": settings.algorithm,
         "num_replicas": session.num_replicas,
-        **({"at_home": f"{in_short(at_home)} of replica {session.fleet.local[0]}"} if at_home else {}),
+        **({"at_home": f"replica {session.fleet.local[0]}'s {in_short(at_home)}"} if at_home else {}),
         **({"elastic": True} if session.fleet.elastic else {}),  # it is complete without the others' checkpoints
         "parameters": model.num_parameters(),
         "sequence_length": settings.train.sequence_length,

@@ -161,7 +161,7 @@ def load_trained(
         values = _mean_weights(values, [checkpoint.values("global") for checkpoint in averaged])
         weights = f"mean of the global parameters of {average_last} checkpoints, from step {averaged[0].step}"
     if own := checkpoint.fact("at_home", str, ""):
-        weights += f", with {visible(own)}"
+        weights += f", with {visible(own, 400)}"
     load_parameters(model, values)
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
