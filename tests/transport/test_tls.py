@@ -114,7 +114,7 @@ def test_a_certificate_that_can_not_be_read_is_the_other_ends_fault(monkeypatch:
 def test_payloads_go_to_nobody_else_at_the_address_of_a_rank(wires: Wires) -> None:
     """The key decides who is who, not the address."""
     first, second = wires.meet(2)
-    opener, other = (first, second) if first.connections.peers[1].dials else (second, first)
+    opener, other = (first, second) if first.connections.peers[1].link.dials else (second, first)
     peer = opener.connections.peers[other.rules.rank]
     assert opener.connections.call(opener.links.open_stripe(peer))
     with answering_probes() as peer.address, pytest.raises(TransportError, match="a process with another key"):

@@ -93,7 +93,7 @@ def test_a_payload_over_many_connections_arrives_as_it_was_sent(wires: Wires, mo
     transports = wires.meet(2)
     for outer_step in range(3):
         check_round(transports, outer_step, "fp4")
-    assert all(len(link.stripes) > 1 for each in transports for link in each.connections.peers.values())
+    assert all(len(peer.link.stripes) > 1 for each in transports for peer in each.connections.peers.values())
 
 
 def test_the_number_of_stripes_follows_the_view_while_payloads_are_sent(
@@ -102,7 +102,7 @@ def test_the_number_of_stripes_follows_the_view_while_payloads_are_sent(
     """What the stripes that end had not delivered is sent over the others."""
     monkeypatch.delattr(socket, "TCP_INFO")
     transports = wires.meet(2)
-    peers = [each.connections.peers[1 - each.replica] for each in transports]
+    peers = [each.connections.peers[1 - each.replica].link for each in transports]
     outer_steps = itertools.count()
     for others, stripes in ((1, 32), (4, 8), (1, 32)):
         ended = [stripe.ended for peer in peers for stripe in peer.stripes.values()]
@@ -130,7 +130,7 @@ def test_a_stripe_whose_kernel_holds_back_what_it_was_given_takes_nothing_and_ke
     transports = wires.meet(2)
     for outer_step in range(3):
         check_round(transports, outer_step)
-    (peer,) = transports[0].connections.peers.values()
+    (peer,) = (each.link for each in transports[0].connections.peers.values())
     slow, *others = peer.stripes.values()
     assert others
     paces = list[tuple[Any, int, int]]()
@@ -157,7 +157,7 @@ def test_a_flood_of_small_parts_is_read_slowly(wires: Wires) -> None:
     """Hundreds of thousands fit into what is read at a time, and nothing else was heard meanwhile."""
     transports = wires.meet(2)
     check_round(transports)
-    (peer,) = transports[0].connections.peers.values()
+    (peer,) = (each.link for each in transports[0].connections.peers.values())
     (stripe,) = peer.stripes.values()
     data = b"".join(part(b"x", tag=number, total=1) for number in range(20_000))
 
@@ -174,7 +174,7 @@ def test_a_flood_of_small_parts_is_read_slowly(wires: Wires) -> None:
 def test_small_parts_that_come_early_take_little_more_memory_than_large_ones(wires: Wires) -> None:
     """Each took 650 bytes, and was counted as 256."""
     transports, tag = wires.meet(2), 1 << 40
-    peer, stripe = transports[0].connections.peers[1], sys.modules["diloco.transport.connections.stripe"]
+    peer, stripe = transports[0].connections.peers[1].link, sys.modules["diloco.transport.connections.stripe"]
 
     async def arrive() -> None:
         peer.open_round(tag, 1 << 24)
@@ -195,7 +195,7 @@ def test_who_reads_no_acknowledgements_has_them_pile_up_on_no_stripe(
     """A member could send many small parts, and take as much memory as it sent."""
     transports = wires.meet(2)
     check_round(transports)
-    (link,) = transports[0].connections.peers.values()
+    (link,) = (each.link for each in transports[0].connections.peers.values())
     (stripe,) = link.stripes.values()
     monkeypatch.setattr(stripe.transport, "get_write_buffer_size", lambda: 1 << 20)
     check_round(transports, 1)
@@ -258,7 +258,7 @@ def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(
     relays.hook = lambda unit: b"" if unit.kind == "link" and unit.number and unit.data[:1] == b"A" else unit.data
     numbers = np.ones(NUMEL, dtype=np.float32)
     freed, payload = weakref.ref(numbers), torch.from_numpy(numbers).view(torch.uint8)
-    (link,) = transports[0].connections.peers.values()
+    (link,) = (each.link for each in transports[0].connections.peers.values())
     link.pace.bits_per_s = 1e6
     pending = transports[0].average(replace(contribution(0), payload=payload)), transports[1].average(contribution(1))
     del numbers, payload

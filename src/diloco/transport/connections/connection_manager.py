@@ -40,6 +40,7 @@ from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
 from diloco.transport.connections.pace import UplinkMeter, sum_of
+from diloco.transport.connections.payload_link import PayloadLink
 from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
 from diloco.transport.connections.streams import Stream, ask, pack, read_frame, within
@@ -90,7 +91,7 @@ class ConnectionManager(ControlThread):
         self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
         self.entries: dict[int, Entry] = {}  # known ranks; nobody with another key can claim a member's
         self.peers: dict[int, Peer] = {}
-        self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
+        self.meter = UplinkMeter(lambda: sum_of(each.link.counters() for each in list(self.peers.values())))
         self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected
         # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
         # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
@@ -315,7 +316,8 @@ class ConnectionManager(ControlThread):
                 before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), self._trusts(rank, opened=opened)
-        peer = Peer(rank, number, address, writer, token, opened, trusted, opened, crossed, self.meter)
+        link = PayloadLink(dials=opened, meter=self.meter)
+        peer = Peer(rank, number, address, writer, token, opened, trusted, crossed, link)
         self.peers[rank] = peer
         self.on_peer(peer)
         self.handle(Connected(rank, number, str(address)))
@@ -375,15 +377,13 @@ class ConnectionManager(ControlThread):
             effects, now_s = self.handle(BeatDue()), self.loop.time()
             if effects.stalled:
                 for peer in self.peers.values():
-                    peer.bare_s = now_s
+                    peer.link.bare_s = now_s
             why = f"nothing was received for {self.rules.silence_s:g} s"
             self.drop({peer: why for rank, peer in self.peers.items() if rank in effects.silent}, silent=True)
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
-                patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
-                if peer.wanted and not peer.stripes and now_s - peer.bare_s > patience_s:
-                    what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
-                    bare[peer] = f"no payload connection could be {what}"
+                if why := peer.link.bare(now_s, self.rules.silence_s, self.rules.connect_timeout_s):
+                    bare[peer] = why
                 self.send(peer.rank, Beat())
             self.drop(bare)
 

@@ -57,15 +57,15 @@ class PeerLinks:
         self._wanted = frozenset(ranks)
         for peer in self.connections.peers.values():
             self.begin(peer)
-            if peer.wanted:
+            if peer.link.wanted:
                 self._keep_enough(peer)
 
     def begin(self, peer: Peer) -> None:
         """Open the first stripe to a peer, if it is wanted now."""
-        was_wanted, peer.wanted = peer.wanted, peer.rank in self._wanted
-        if peer.wanted and not was_wanted:
-            peer.bare_s = self.connections.loop.time()
-            if peer.dials:
+        was_wanted, peer.link.wanted = peer.link.wanted, peer.rank in self._wanted
+        if peer.link.wanted and not was_wanted:
+            peer.link.bare_s = self.connections.loop.time()
+            if peer.link.dials:
                 self.keep_at_least(peer, 1)
 
     async def open_stripe(self, peer: Peer) -> Stream:
@@ -75,14 +75,16 @@ class PeerLinks:
     def _keep_enough(self, peer: Peer) -> None:
         """Keep as many stripes as the number of peers leaves to each, if the first one shows that many are of use."""
         number = streams_to_each(len(self._wanted))
-        for task in peer.keeping[number:]:
+        for task in peer.link.keeping[number:]:
             task.cancel()
-        del peer.keeping[number:]
-        if peer.dials and not peer.single and not all(stripe.near for stripe in peer.stripes.values()):
+        del peer.link.keeping[number:]
+        if peer.link.dials and not peer.link.single and not all(stripe.near for stripe in peer.link.stripes.values()):
             self.keep_at_least(peer, number)
 
     def keep_at_least(self, peer: Peer, number: int) -> None:
-        peer.keeping += [self.connections.begin(self._keep(peer, each)) for each in range(len(peer.keeping), number)]
+        peer.link.keeping += [
+            self.connections.begin(self._keep(peer, each)) for each in range(len(peer.link.keeping), number)
+        ]
 
     async def _keep(self, peer: Peer, index: int) -> None:
         """Maintain one stripe: dial it, and dial it again when it ends."""
@@ -90,7 +92,7 @@ class PeerLinks:
         times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
         seed = f"{self.connections.rank} {peer.rank} {index}"
         pauses_s = pauses(*times, seed)
-        while peer.dials and not peer.ended:
+        while peer.link.dials and not peer.link.ended:
             began_s = clock.time()
             try:
                 async with asyncio.timeout(self.rules.connect_timeout_s):
@@ -98,7 +100,7 @@ class PeerLinks:
                     await ask(stream, LinkAsked(peer.token, self.connections.rank, index), Done)
                 await self._use(peer, index, *stream)
             except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
-                peer.why = str(error) or type(error).__name__
+                peer.link.why = str(error) or type(error).__name__
             if clock.time() - began_s > 2 * (pause_s := next(pauses_s)):  # it was open for a while
                 pauses_s = pauses(*times, seed)
                 pause_s = next(pauses_s)
@@ -108,7 +110,7 @@ class PeerLinks:
         streams, peer = self.connections.streams, self.connections.peers.get(asked.rank)
         if peer is not None and streams.identity(peer.writer) != streams.identity(writer):
             return
-        if peer is None or peer.token != asked.token or asked.rank not in self._wanted or peer.dials:
+        if peer is None or peer.token != asked.token or asked.rank not in self._wanted or peer.link.dials:
             with contextlib.suppress(OSError):
                 writer.write(pack(Refused("the other side does not expect this connection yet")))
                 await writer.drain()
@@ -123,14 +125,14 @@ class PeerLinks:
         transport.pause_reading()
         reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
-        stripe = Stripe(peer, transport, self.rules.silence_s, compresses=self.rules.compress)
+        stripe = Stripe(peer.link, transport, self.rules.silence_s, compresses=self.rules.compress)
         try:
-            if peer.ended:
+            if peer.link.ended:
                 return
             stripe.begin(already)
-            if stripe.ended.done() or peer.ended:  # by what has already arrived
+            if stripe.ended.done() or peer.link.ended:  # by what has already arrived
                 return
-            peer.add(index, stripe)
+            peer.link.add(index, stripe)
             self._keep_enough(peer)
             await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:

@@ -33,7 +33,7 @@ from diloco.errors import CodecError, TransportError
 from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 
 if TYPE_CHECKING:
-    from diloco.transport.connections.peer import Peer
+    from diloco.transport.connections.payload_link import PayloadLink
 
 
 MOST_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
@@ -198,12 +198,14 @@ class Stripe(asyncio.BufferedProtocol):
 
     MOST_FORGOTTEN = 1 << 11  # parts that were sent, are wanted no more, and fit into the buffers of any path
 
-    def __init__(self, peer: Peer, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True) -> None:
+    def __init__(
+        self, link: PayloadLink, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True
+    ) -> None:
         # resolved with the reason when the connection has ended
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._socket = transport.get_extra_info("socket")  # not to be had any more from a TLS connection that has ended
-        self._peer = peer
+        self._link = link
         # unacknowledged parts by tag and start; None: of a message that is no longer to be sent
         self._parts: dict[tuple[int, int], Part | None] = {}
         self.full = False  # whether the transport has paused writing
@@ -233,7 +235,7 @@ class Stripe(asyncio.BufferedProtocol):
         """Close the connection. The peer gets its unacknowledged parts again over others."""
         if not self.ended.done():
             self.ended.set_result(why)
-            self._peer.drop(self, list(filter(None, self._parts.values())), why)
+            self._link.drop(self, list(filter(None, self._parts.values())), why)
         if self.full:
             with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
                 self.transport.abort()
@@ -246,7 +248,7 @@ class Stripe(asyncio.BufferedProtocol):
 
     @property
     def compresses(self) -> bool:
-        return self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
+        return self._compresses and not self.near and self._link.pace.seen_bits_per_s < _SLOW_BITS_PER_S
 
     def write(self, part: Part) -> None:
         self._parts[part.message.tag, part.start] = part
@@ -297,7 +299,7 @@ class Stripe(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.full = False
-        self._peer.wake()
+        self._link.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self.ended.done():  # what still arrives is discarded
@@ -325,7 +327,7 @@ class Stripe(asyncio.BufferedProtocol):
         except TransportError as error:
             why = str(error)
         except Exception as error:  # of ours; sending again what caused it would not help
-            self._peer.end(f"an internal error ({type(error).__name__}: {error})")
+            self._link.end(f"an internal error ({type(error).__name__}: {error})")
             return
         if taken and not self.transport.is_closing():
             self.transport.write(b"".join(taken))
@@ -353,18 +355,17 @@ class Stripe(asyncio.BufferedProtocol):
             if (head.tag, head.start) not in self._parts:
                 raise TransportError(f"part {head.start} of a message was acknowledged, but had not been sent")
             if part := self._parts.pop((head.tag, head.start)):
-                self._peer.acknowledge(part)
+                self._link.acknowledge(part)
         elif not head.valid:
             words = f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
-            self._peer.refuse(head, words)
+            self._link.refuse(head, words)
         elif self._filled - begun < head.size:
             self._whole_bytes = HEAD.size + head.size
             return
         else:
             data = self._buffer[begun : begun + head.size]
-            self._peer.received_bytes += head.size
-            self._peer.arrived(head, data)
-            if (pause_s := self._peer.pause_s(head.size)) > 0:
+            self._link.arrived(head, data)
+            if (pause_s := self._link.pause_s(head.size)) > 0:
                 self._pauses = True
                 self.transport.pause_reading()
                 self.ended.get_loop().call_later(pause_s, self._read_on)

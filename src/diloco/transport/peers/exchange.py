@@ -41,7 +41,7 @@ from diloco.errors import CodecError, TransportError
 from diloco.membership import View
 from diloco.protocol import Exchanged, GiveVerdict
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.peer import PIECE_BITS, Peer, round_tag
+from diloco.transport.connections.payload_link import PIECE_BITS, PayloadLink, round_tag
 from diloco.waiting import at_once
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES, _MOST_PIECES = 16, 1 << 18, 1 << 12
@@ -82,14 +82,14 @@ class PayloadExchange:
     """
 
     def __init__(
-        self, contribution: Contribution, view: View, peers: Mapping[int, Peer], connections: ConnectionManager
+        self, contribution: Contribution, view: View, links: Mapping[int, PayloadLink], connections: ConnectionManager
     ) -> None:
         self.contribution, self.view, self.members = contribution, view, view.members
         self.me = self.members.index(contribution.replica)
         # which contributions to sum, or why the exchange has failed
         self.verdict: Future[GiveVerdict] = Future()
         self.mean: Mean | None = None  # once this rank has computed it
-        self._peers, self._loop, self._piece_bytes = peers, connections.loop, connections.rules.piece_bytes
+        self._links, self._loop, self._piece_bytes = links, connections.loop, connections.rules.piece_bytes
         self._tag = round_tag(view.id, contribution.round)
         self._sends: list[Future[None]] = []
         # member and piece -> receive buffer, and a future that is resolved when the piece has arrived
@@ -103,9 +103,9 @@ class PayloadExchange:
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
         self.values = empty(self.contribution.numel, torch.float32)
         self._device = self.values.device  # where contributions are decoded and summed
-        for peer in peers.values():  # keep what arrives before the verdict
-            peer.open_round(self._tag, contribution.payload.numel() + len(self._extras))
-        if missing := {*self.members} - {*self._peers, self.contribution.replica}:
+        for link in links.values():  # keep what arrives before the verdict
+            link.open_round(self._tag, contribution.payload.numel() + len(self._extras))
+        if missing := {*self.members} - {*self._links, self.contribution.replica}:
             words = f"replica {min(missing)} is not connected"
             self.verdict.set_exception(TransportError(words, replicas=[min(missing)]))
 
@@ -159,7 +159,7 @@ class PayloadExchange:
         except CancelledError:
             return ended()
         except TransportError as error:
-            peer_lost = len(self._peers) + 1 < len(self.members) or any(peer.ended for peer in self._peers.values())
+            peer_lost = len(self._links) + 1 < len(self.members) or any(link.ended for link in self._links.values())
             return ended(str(error), peer_lost=peer_lost)
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
@@ -167,8 +167,8 @@ class PayloadExchange:
 
     def cancel(self) -> None:
         """Stop, as the round is void or has ended: who waits is released. Runs in the thread of the peers."""
-        for peer in self._peers.values():
-            peer.close_round(self._tag)
+        for link in self._links.values():
+            link.close_round(self._tag)
         if not self.verdict.done():
             self.verdict.cancel()
 
@@ -191,7 +191,7 @@ class PayloadExchange:
     def _receive(self, member: int, buffer: Tensor, piece: int) -> None:
         received: Future[None] = Future()
         self._incoming[member, piece] = buffer, received
-        self._peers[member].receive(*self._message(buffer, piece), received)
+        self._links[member].receive(*self._message(buffer, piece), received)
 
     def _send(self, members: Iterable[int], payload: Tensor, piece: int) -> None:
         """Start sending a tensor, which must not change until the exchange has ended. For any thread."""
@@ -200,7 +200,7 @@ class PayloadExchange:
 
         def start() -> None:
             for member, sent in sends.items():
-                self._peers[member].send(*message, sent)
+                self._links[member].send(*message, sent)
 
         start() if asyncio._get_running_loop() is self._loop else self._loop.call_soon_threadsafe(start)
 
@@ -210,7 +210,7 @@ class PayloadExchange:
         plans = [
             [(member, a, b) for a, b in self._pieces(*bounds, codec)]
             for member, bounds in zip(self.members, self._summed, strict=True)
-            if member in self._peers
+            if member in self._links
         ]
         for piece, row in enumerate(itertools.zip_longest(*plans)):
             receivers: dict[tuple[int, int], list[int]] = {}  # each piece is cut once
@@ -219,7 +219,7 @@ class PayloadExchange:
             for (a, b), members in receivers.items():
                 self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
         if len(self._extras):
-            self._send(self._peers, self._extras, _EXTRAS)
+            self._send(self._links, self._extras, _EXTRAS)
 
     def _begin_receiving(self, contributors: Collection[int]) -> None:
         codec = self.contribution.codec
@@ -227,13 +227,13 @@ class PayloadExchange:
         sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
         if len(self._extras):
             sizes[_EXTRAS] = len(self._extras)
-        for member in self._peers.keys() & {*contributors}:
+        for member in self._links.keys() & {*contributors}:
             for piece, num_bytes in sizes.items():
                 self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
         if self.plan.pattern == "reduce-scatter":
             self._begin_means()
-        for peer in self._peers.values():
-            peer.take_early(self._tag)
+        for link in self._links.values():
+            link.take_early(self._tag)
 
     def _take(self, member: int, piece: int) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return it."""
@@ -295,7 +295,7 @@ class PayloadExchange:
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
         act = _threads().submit if native else at_once  # torch has threads of its own, and a GPU needs one
-        others = [member for member in contributors if member in self._peers]
+        others = [member for member in contributors if member in self._links]
         for piece, (a, b) in enumerate(self._ranges):
             arrived = all(self._incoming[member, piece][1].done() for member in others)  # or never will
             finish(2 * _THREADS if arrived else 0)
@@ -324,7 +324,7 @@ class PayloadExchange:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
         codec, shards = self.plan.mean, dict(zip(self.members, self.plan.shards, strict=True))
         self._unsent.extend(enumerate(self._pieces(*shards[self.contribution.replica], codec), start=_MEANS))
-        for member in self._peers:
+        for member in self._links:
             for piece, (start, stop) in enumerate(self._pieces(*shards[member], codec), start=_MEANS):
                 size, in_place = codec.payload_bytes(stop - start), self.values[start:stop].view(torch.uint8)
                 buffer = in_place if codec.exact else torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -343,7 +343,7 @@ class PayloadExchange:
             there = here if codec.exact else to_device(here, self._device)
             payload = to_host(encode_mean(there, codec))
             here.copy_(to_host(there))
-            self._send(self._peers, payload, piece)
+            self._send(self._links, payload, piece)
 
     def _receive_means(self) -> None:
         """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""

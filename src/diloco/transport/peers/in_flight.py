@@ -153,8 +153,8 @@ class RoundsInFlight:
         if pending.contribution is None or pending.round != round_id:  # it has been decided, as the transport ends
             return
         key, ranks, connected = (view.id, round_id), self._links.peers(view), self._connections.peers
-        peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
-        exchange = PayloadExchange(pending.contribution, view, peers, self._connections)
+        links = {self._rules.replica_of(rank): connected[rank].link for rank in ranks if rank in connected}
+        exchange = PayloadExchange(pending.contribution, view, links, self._connections)
         pending.exchange = self._exchanges[key] = exchange
         running = in_thread(
             lambda: exchange.run(lambda digest: self._connections.post_event(Computed(*key, digest))),

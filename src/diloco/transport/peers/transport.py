@@ -118,7 +118,7 @@ class PeerTransport(BackgroundTransport):
     @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends."""
-        paced = any(math.isfinite(peer.pace.bits_per_s) for peer in self.links.by_rank.values())
+        paced = any(math.isfinite(peer.link.pace.bits_per_s) for peer in self.links.by_rank.values())
         return self.connections.meter.uplink(full=paced)
 
     @property
@@ -136,7 +136,7 @@ class PeerTransport(BackgroundTransport):
 
     def traffic_by_peer(self) -> Mapping[str, PeerTraffic]:
         size = self.rules.ranks_per_replica
-        return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
+        return {str(rank // size): peer.link.traffic() for rank, peer in self.links.by_rank.items()}
 
     def known_entries(self) -> tuple[Entry, ...]:
         entries = list(self.connections.entries.items())  # at once, as the control thread changes them

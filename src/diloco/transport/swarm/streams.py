@@ -363,23 +363,23 @@ class SwarmLinks(PeerLinks):
     def _take_turn(self, rank: int, content: bytes) -> None:
         """Dial from now on, as the end that opened the control stream can't."""
         peer = self.connections.peers.get(rank)
-        if peer is not None and not peer.opened and not peer.dials:
-            peer.dials = True
-            if peer.wanted:
+        if peer is not None and not peer.opened and not peer.link.dials:
+            peer.link.dials = True
+            if peer.link.wanted:
                 self.keep_at_least(peer, 1)
 
     async def open_stripe(self, peer: Peer) -> Stream:
         streams = self._streams
-        if not peer.single:
+        if not peer.link.single:
             places = streams.places_of(self.connections.entries.get(peer.rank))
             try:
                 return self.connections.keep(await streams.open_directly(peer.address.host, places))
             except OSError:
-                if peer.uses:  # it could be reached before
+                if peer.link.uses:  # it could be reached before
                     raise
                 if streams.port and peer.opened:
-                    peer.dials = False
+                    peer.link.dials = False
                     self.connections.send(peer.rank, Store(_TURN, b""))
                     raise
-                peer.single = True
+                peer.link.single = True
         return await super().open_stripe(peer)
