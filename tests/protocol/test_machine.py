@@ -325,6 +325,18 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     assert "replica 1 (host:2) has codec = int8" in rank.machine.said.refusal()
 
 
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_facts_of_a_process_that_was_started_again_with_other_arguments_refuse_nobody_else(comes: str) -> None:
+    """It counted as the member that it replaces, and stopped another one that began beside it."""
+    machine = first_of_three(survive=True)
+    mine = Announced(FactsMessage(Entry(0, "host:0", "key", {"codec": "fp4"})))
+    events = [Disconnected(2), Connected(2, 99, "host:2")]
+    events += [Received(2, FactsMessage(Entry(2, "host:2", "key", {"codec": "int8"})))]
+    for event in [*events, mine] if comes == "before" else [mine, *events]:
+        machine.handle(0.0, event)
+    assert not machine.said.refusal()
+
+
 @pytest.mark.parametrize("dissenter", [None, 1, 2])
 @pytest.mark.parametrize("survive", [True, False])
 def test_facts_of_any_other_member_that_differ_refuse_a_rank_that_begins(dissenter: int | None, survive: bool) -> None:

@@ -88,9 +88,9 @@ def test_round_trips_leave_less_time_for_bytes_and_a_slow_step_no_more(
     wires = Wires()
     try:
         transports = wires.meet(4)
-        peer = next(iter(transports[0].links.by_rank.values()))
-        counters = peer.counters()._replace(round_trip_s=round_trip_s)
-        monkeypatch.setattr(type(peer), "counters", lambda self: counters)
+        link = next(iter(transports[0].links.by_rank.values())).link
+        counters = link.counters()._replace(round_trip_s=round_trip_s)
+        monkeypatch.setattr(type(link), "counters", lambda self: counters)
         for step_s in (1.0, 1.0, 60.0, 1.0):
             now_s[0] += step_s
             for transport in transports:

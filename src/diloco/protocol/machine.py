@@ -203,7 +203,7 @@ class Machine:
     # What follows.
 
     def _begin_view(self, began: ViewBegan) -> None:
-        self.said.begin_view(self.views.view.members)
+        self.said.begin_view(self.roster.members)
         self._release_held()
         self.views.on_view(began)
 
@@ -240,7 +240,7 @@ class Machine:
                     self._is_welcome = isinstance(message, Welcome)
                     self._outbox.effects.answer = message, dict(self.roster.connections)
             case FactsMessage():
-                if (mine := self.said.receive(sender, message)) is not None:
+                if (mine := self.said.receive(sender, message, self.roster.connections.get(sender))) is not None:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
             case _:
                 connection = self.roster.connections.get(sender)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from diloco.events import Site
@@ -164,31 +164,37 @@ class Announcements:
         self.numbers: dict[Topic, dict[int, float]] = {topic: {} for topic in get_args(Topic)}  # by topic and rank
         self.sites: dict[int, Site] = {}  # by rank, also of those that are not members any more
         self._rules = rules
-        self._were_members = {rules.rank}
+        self._connections: dict[int, int | None] = {}  # rank -> the connection over which its entry came
+        self._were_members = set[tuple[int, int | None]]()  # ranks with the connections of their processes
 
     @property
     def mine(self) -> Entry | None:
         return self.entries.get(self._rules.rank)
 
-    def receive(self, sender: int, message: FactsMessage) -> Entry | None:
+    def receive(self, sender: int, message: FactsMessage, connection: int | None) -> Entry | None:
         """Record another rank's entry. Return this rank's own if the sender expects it in answer."""
         if message.entry.rank != sender:
             raise MessageError("the message holds the facts of another rank")
-        self.entries[sender] = message.entry
+        self.entries[sender], self._connections[sender] = message.entry, connection
         return None if message.answer else self.mine
 
-    def begin_view(self, members: Collection[int]) -> None:
-        self._were_members.update(ranks := self._rules.ranks(members))
+    def begin_view(self, members: Mapping[int, int | None]) -> None:
+        """``members``: the ranks of the view, with the connections of their processes."""
+        self._were_members.update(members.items())
         for topic, numbers in self.numbers.items():  # another process may take the place of one that has left
-            self.numbers[topic] = {rank: number for rank, number in numbers.items() if rank in ranks}
+            self.numbers[topic] = {rank: number for rank, number in numbers.items() if rank in members}
 
     def forget(self, rank: int) -> None:
-        if rank not in self._were_members:
+        if not self._is_of_member(rank):
             self.entries.pop(rank, None)
+
+    def _is_of_member(self, rank: int) -> bool:
+        """Return whether an entry is that of a member, or former one, and not of a process that has its rank since."""
+        return (rank, self._connections.get(rank)) in self._were_members
 
     def refusal(self) -> str:
         """Return the first difference from a current or former member, naming both sides, or "" if there is none."""
         if (mine := self.mine) is None:
             return ""
-        others = (self.entries[rank] for rank in sorted(self._were_members & self.entries.keys()))
+        others = (entry for rank, entry in sorted(self.entries.items()) if self._is_of_member(rank))
         return next(filter(None, (mine.diff(each, self._rules.ranks_per_replica) for each in others)), "")

@@ -166,7 +166,7 @@ class PeerTransport(BackgroundTransport):
         pending = PeerPending(contribution, self, on_commit)
         # the usual step: a few send, merge, evaluate or save besides
         step_s = statistics.median(self._steps_s) if self._steps_s else math.inf
-        trips_s = (peer.counters().round_trip_s for peer in list(self.links.by_rank.values()))
+        trips_s = (peer.link.counters().round_trip_s for peer in list(self.links.by_rank.values()))
         window_s = payload_window_s(contribution.transfer_steps * step_s, max(trips_s, default=0.0))
         uplink = replace(self.uplink, window_s=window_s)
         self._rounds.submit(pending, self.step, uplink, ready)
