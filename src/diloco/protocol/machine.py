@@ -203,7 +203,7 @@ class Machine:
     # What follows.
 
     def _begin_view(self, began: ViewBegan) -> None:
-        self.said.begin_view(self.roster.members)
+        self.said.begin_view(self.roster.processes(self.views.view))
         self._release_held()
         self.views.on_view(began)
 

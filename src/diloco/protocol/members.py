@@ -95,9 +95,12 @@ class Roster:
 
     def set_members(self, view: View) -> None:
         """Make the processes that are connected now the members of ``view``; those that were members before stay."""
-        self.members = {
-            rank: self.members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
-        }
+        self.members = self.processes(view)
+
+    def processes(self, view: View) -> dict[int, int | None]:
+        """Return the ranks of ``view`` and the connections of their processes, as far as is known."""
+        ranks = self._rules.ranks(view.members)
+        return {rank: self.members.get(rank, self.connections.get(rank)) for rank in ranks}
 
     def is_from_member(self, rank: int, connection: int | None) -> bool:
         """Return whether a message is from a member; ``connection`` is None if it has ended since."""
