@@ -25,7 +25,10 @@ _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
 _LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, which says nothing about the path
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
-_SHARE = 1.1  # of the uplink that the links may use together: more than all of it, to find a faster path
+_SHARE, _MOST_SHARE = 1.1, 2.0
+"""Of the uplink that the links may use together: more than all of it, to find a faster path. What is more doubles with
+each transfer that comes close to it, as the first one over a path with losses may have been far too slow."""
+_CLOSE = 0.945  # of what they may use; a path that is no faster than known has 1 / `_SHARE`
 _HELD = 0.9  # a link that sends at this part of its share, or at more, is held by it
 _HIGHER = 1.07  # a rate of more than so many times the highest one shows a faster path; less than `_SHARE`
 MOST_STRIPES = 32  # to all other replicas together
@@ -149,6 +152,18 @@ class UplinkMeter:
     ...     _ = [meter.note(link, False, 5_000_000, now_s) for link, now_s in zip("abc", (seconds, seconds, 8.0))]
     >>> round(meter.uplink(full=True).bits_per_s / 1e6)
     40
+
+    Here it carries 15, but the first transfer had 10, as it began slowly, and later ones get 96 % of what they may:
+
+    >>> meter = UplinkMeter(lambda: TcpCounters(acked=meter.written_bytes, round_trip_s=0.02))
+    >>> def rate(most: float) -> float:
+    ...     _ = [meter.note(link, True, 0, 0.0) for link in "ab"]
+    ...     seconds = 8 * 5.0 / min(most, 0.96 * 2 * meter.share_bits_per_s / 1e6)
+    ...     meter.written_bytes += 5_000_000
+    ...     _ = [meter.note(link, False, 2_500_000, seconds + 0.02) for link in "ab"]
+    ...     return round(8 * 5.0 / seconds, 1)
+    >>> [rate(most) for most in (10.0, 15.0, 15.0, 15.0)]
+    [10.0, 10.6, 12.2, 15.0]
     """
 
     def __init__(self, counters: Callable[[], TcpCounters]) -> None:
@@ -160,6 +175,7 @@ class UplinkMeter:
         self._bits_per_s = 0.0
         self._was_full = False  # whether the path was full, which is not known where it is near
         self._searches = False  # whether the last transfer was faster than those before
+        self._share = _SHARE
 
     def note(self, link: Hashable, sending: bool, written_bytes: int, now_s: float) -> None:
         """Take note of whether a link, which has written so much, has anything that no stripe has taken yet."""
@@ -175,6 +191,8 @@ class UplinkMeter:
                     is_held = 8 * (written_bytes - self._sending[link]) >= _HELD * self.share_bits_per_s * seconds
                     self._fading = 1.0 if is_held else self._fading
                     self._searches = 0 < _HIGHER * self._bits_per_s < rate
+                    is_close = 0 < _CLOSE * self._share * self._bits_per_s < rate
+                    self._share = min(_MOST_SHARE, 2 * self._share - 1) if is_close else _SHARE
                 self._bits_per_s = max(rate, self._fading * self._bits_per_s)
                 self._fading, self._was_full = 1.0, trip_s > NEAR_S
         if not sending:
@@ -200,7 +218,7 @@ class UplinkMeter:
         """
         number = len(self._sending)
         is_known = self._was_full and not self._searches
-        return _SHARE * self._bits_per_s / number if is_known and number > 1 else math.inf
+        return self._share * self._bits_per_s / number if is_known and number > 1 else math.inf
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
