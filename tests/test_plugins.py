@@ -1,8 +1,8 @@
 """User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
 import importlib
-import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,15 +20,14 @@ from diloco.train import identity, make_inner_optimizer, outline
 from tests.cli.runs import SMALL, read_json, refused, write_documents
 from tests.command_lines import command_line, load_configuration
 
-PAGE = Path(__file__).parent.parent / "docs" / "write-your-own.md"
-EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "components").glob("*.py"))
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a working directory with the page's files, a text, and the settings of a small run."""
-    for name, text in EXAMPLES.items():
-        (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
+    """Return a working directory with the examples, a text, and the settings of a small run."""
+    for path in EXAMPLES:
+        shutil.copy(path, tmp_path)
     write_documents(tmp_path)
     (tmp_path / "run.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
