@@ -138,3 +138,24 @@ def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None) -> 
 def test_what_can_not_be_shared_out_is_refused(dataset: Any, replica: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         replica_share(dataset, replica=replica, num_replicas=2)
+
+
+def test_what_stays_at_home_is_the_replicas_own_in_what_is_shown_and_comes_back_with_its_state() -> None:
+    """A framework may have loaded the model that another replica of the job saved, with its parameters at home."""
+    replica, model = hosted(at_home=["bias"])
+    with torch.no_grad():
+        model.get_parameter("bias").fill_(0.25)
+        model.get_parameter("weight").add_(1.0)
+    with replica.shown():
+        assert model.get_parameter("bias").item() == 0.25
+        state = copy.deepcopy(replica.state_dict())
+    weight = model.get_parameter("weight").item()
+    again, loaded = hosted(at_home=["bias"])
+    again.load_state_dict(state)
+    with torch.no_grad():
+        loaded.get_parameter("bias").fill_(7.0)
+    again.resume(None)
+    assert (loaded.get_parameter("bias").item(), loaded.get_parameter("weight").item()) == (0.25, weight)
+    replica.end()
+    again.end()
+    assert loaded.get_parameter("bias").item() == 0.25

@@ -1,5 +1,6 @@
 """`sync.arguments.average.at_home`: what each replica keeps to itself, in runs and in what is made of them."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -14,14 +15,17 @@ from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RunStarted
-from diloco.train import describe, identity, make_fragments, outline
-from diloco.trained import load_trained
+from diloco.train import agree_on_weights, describe, identity, make_fragments, outline
+from diloco.trained import load_trained, read_weights
+from diloco.transport import InProcessTransport, ReplicaGroup
 from tests.finetuning import asked, write_base, write_records
 from tests.processes import Processes, free_port
 from tests.runs import Listener, settings_of, train
 from tests.same import raw, same
 from tests.train.ranks import Rank, Setup, largest_difference, load, open_group, save, unequal, whole
+from tests.train.test_same_weights import net
 from tests.train.test_state import rank
+from tests.transport.wires import at_once
 
 HEAD = "--sync.arguments.average.at-home lm_head"
 WHOLE = f"{HEAD} --codec int8 --error-feedback 1"
@@ -55,11 +59,15 @@ def test_what_is_made_of_a_checkpoint_has_the_head_of_its_replica_and_says_so(
     trained = load_trained(run)
     assert trained.weights == says
     assert raw(named_parameters(trained.model)["lm_head.weight"].detach()) == raw(head_of(run, 0))
+    assert raw(read_weights(run)["lm_head.weight"]) == raw(head_of(run, 0)), "what --init-from begins with"
     embedding = named_parameters(trained.model)["model.embed_tokens.weight"].detach()
     assert raw(embedding) == raw(open_checkpoint(run).values("global")["model.embed_tokens.weight"])
     for command in (f"evaluate {run}", f"export {run} --out {tmp_path}/out"):
         assert main(command.split()) == 0, command
         assert says in "".join(capsys.readouterr()), command
+    assert main(["evaluate", str(run), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["heldout_loss"]
+    assert loss == pytest.approx(json.loads((run / "summary.json").read_text())["heldout_loss"], rel=1e-5)
     assert json.loads((tmp_path / "out" / "diloco.json").read_text())["weights"] == says
 
 
@@ -122,6 +130,30 @@ def test_a_run_says_at_the_start_what_stays_at_home_and_its_plan_counts_fewer_by
     head = outline(settings_of(data), 257).lm_head
     assert isinstance(head, torch.nn.Linear)
     assert sum(sizes[0]) - sum(sizes[1]) == head.weight.numel() == 257 * 16
+
+
+def test_a_plan_for_a_number_of_parameters_has_no_names_to_keep_at_home(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan --parameters 1B --bandwidth 100Mbit {HEAD}".split()) == 2
+    assert "at_home names parameters of a model, of which --parameters only gives the number" in capsys.readouterr().err
+
+
+def test_before_the_first_step_replicas_agree_on_all_but_what_stays_at_home() -> None:
+    hub = InProcessTransport(2)
+    models = [net(seed) for seed in range(2)]
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    names = [name for name in before[0] if name.startswith("1.")]
+    assert names
+    at_once(
+        [
+            lambda m=m: agree_on_weights(
+                models[m], torch.optim.SGD(models[m].parameters()), hub.endpoint(m), ReplicaGroup(replica=m), 0, names
+            )
+            for m in range(2)
+        ]
+    )
+    for model, own in zip(models, before, strict=True):
+        for name, value in model.state_dict().items():
+            assert raw(value) == raw((own if name in names else before[0])[name]), name
 
 
 def test_replicas_compare_what_stays_at_home(data: Path) -> None:

@@ -19,7 +19,7 @@ from diloco.cli import main
 from diloco.config import join_command, parse_arguments, plan_run, to_toml
 from diloco.events import Note, Site, StepFinished, mean_loss
 from diloco.monitor import read_metrics
-from diloco.train import compared, identity, outline, run_training
+from diloco.train import compared, identity, notes, outline, run_training
 from tests.commands import PACE, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
@@ -216,6 +216,7 @@ def test_nothing_of_the_data_leaves_the_machine_but_the_four_figures_that_the_pa
     listed = re.search(r"\*\*What leaves the machine\*\*.*?\n- ", page, re.S)
     assert listed
     assert [name for name in Site._fields if f"`{name}`" not in listed[0]] == []
+    assert "training loss, gradient norm and pass" in " ".join(listed[0].split()), "what `PeerStatus` tells of a step"
 
 
 def test_folders_of_tokens_and_given_weights_are_those_of_text_and_of_the_page(sites: Sites) -> None:
@@ -272,6 +273,15 @@ def test_a_killed_site_comes_back_to_its_own_data_and_its_share_is_named_meanwhi
     together = first.until(lambda: [e for e in told(0, "Evaluated") if len(e["sites"]) == 3], "a table of all three")[0]
     assert {*together["sites"]} == {"0", "1", "2"}
     assert third.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("--data.local --inner-steps 31", 1), ("--data.local --inner-steps 30", 0), ("--inner-steps 99", 0)],
+)
+def test_a_run_with_own_data_is_told_of_rounds_that_are_too_long_for_it(words: str, told: int, data: Path) -> None:
+    settings = settings_of(data, f"--transport tcp --steps 4000 {words}")
+    assert len([note for note in notes(settings) if "Prefer shorter ones" in note]) == told
 
 
 def test_who_shares_data_is_refused_by_those_who_have_their_own(sites: Sites) -> None:

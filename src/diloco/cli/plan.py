@@ -147,6 +147,11 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
     emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
     if options.parameters is not None:
+        if asked.sync.at_home:
+            raise ConfigurationError(
+                "sync.arguments.average.at_home names parameters of a model, of which --parameters only gives the "
+                "number. Use --preset or --model instead of one of the two."
+            )
         total = round(parse(options.parameters, "--parameters", COUNT))
         facts: dict[str, Any] = {"flops_per_token": 6.0 * total}
         nearest = PRESETS[_nearest_preset(options.parameters)]
@@ -162,9 +167,10 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         facts = {"layers": built.num_layers, "vocabulary": built.vocab_size}
         asked = replace(asked, model=with_vocabulary(asked.model, size))
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
+        facts |= {"trained": built.num_trained()}
         facts["flops_per_token"] = built.flops_per_token(settings.train.sequence_length)
         sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
-    trained = sum(sizes)
+    trained = facts.get("trained", sum(sizes))  # what stays at home is in no fragment
     memory_bytes = replica_bytes(settings, trained, total - trained)
     model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
     return replace(settings, emulate=emulate), model, sizes
