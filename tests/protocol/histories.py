@@ -4,6 +4,7 @@
 """
 
 import collections
+import contextlib
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,9 @@ from functools import partial
 
 from diloco.membership import NextView, View
 from tests.protocol.network import Limits, Network, wander
-from tests.protocol.simulated import Rank, check_agreement, finish, simulated
+from tests.protocol.simulated import LATE_S, RULES, Rank, check_agreement, finish, simulated
+
+TURN_S = 2 * RULES.silence_s  # the time of a ballot
 
 
 def bridge(replicas: int, seed: int) -> Network:
@@ -50,6 +53,7 @@ MORE_FAULTS = FAULTS | {
     "deaf": (0, 0, 1, 2),
     "sleeps": range(4),
     "flaps": (0, 0, 1, 3),
+    "heals": (0, 1, 4),
     "timers": (0, 3, 8, 30),
 }
 """Fewer of these, and ranks that are suspended, and links that flap."""
@@ -77,15 +81,19 @@ KINDS: dict[str, Callable[[int, int], Network]] = {
 
 def outcome(network: Network) -> str:
     """Let everything under way finish, also with time, and return how the run has ended."""
+    why = ""
     try:
         finish(network)
     except AssertionError as error:
-        return str(error)
+        why = str(error)
     nodes = [node for node in network.nodes.values() if isinstance(node, Rank)]
-    going_on = [node for node in nodes if node.rank in network.alive and not node.left and node.machine.views.is_member]
+    there = [node for node in nodes if node.rank in network.alive and not node.left]
+    going_on = [node for node in there if node.machine.views.is_member and not node.waits]
     adopted: dict[View, NextView] = {}
     if any(adopted.setdefault(each.previous, each) != each for node in nodes for each in node.changes):
         return "two values"
+    if why:
+        return why
     if len({each.view for each in going_on}) > 1:
         return "two histories"
     if any(len({each.outcomes.get(step) for each in going_on} - {None}) > 1 for step in range(1, Rank.STEPS + 1)):
@@ -94,16 +102,64 @@ def outcome(network: Network) -> str:
         check_agreement(going_on)
     except AssertionError as error:
         return str(error).partition("\n")[0] or "other"
-    return "one" if going_on else "none"
+    return "one" if going_on else "waits" if any(node.waits for node in there) else "none"
+
+
+def reunited(network: Network) -> str:
+    """Mend all links, start all again that have ended or stopped, and return what has become of the run then."""
+    wait_turns(network)
+    for _ in range(6):  # one that finds only others which join stops, and comes again
+        nodes = {number: node for number, node in network.nodes.items() if isinstance(node, Rank)}
+        absent = [number for number, node in nodes.items() if number not in network.alive or node.left]
+        there = sorted(nodes.keys() - absent)
+        if not there:
+            return "none"  # nobody is left that was a member: a cold start
+        for number in there:
+            nodes[number].now_s += 4 * LATE_S  # who was lost by silence keeps others from joining for a while
+            nodes[number].ask_again()
+        for number in absent:
+            network.return_whole(number)
+        try:
+            finish(network)
+        except AssertionError as error:
+            return str(error)
+        members = [node for node in network.nodes.values() if isinstance(node, Rank) and not node.left]
+        if len(members) == len(members[0].view.members) == len(nodes):
+            break
+    views = {node.view for node in members}
+    if len(views) > 1 or any(node.waits for node in members):
+        return "apart for ever"
+    return "one" if len(members) == len(views.pop().members) else "not all"
+
+
+def wait_turns(network: Network) -> float:
+    """Mend all links, wake all, and return after how many turns those that run have decided what they can."""
+    network.heal_all()
+    network.asleep.clear()
+    there = [network.nodes[number] for number in network.alive]
+    before_s = [node.now_s for node in there if isinstance(node, Rank)]
+    with contextlib.suppress(AssertionError):  # which comes again
+        finish(network)
+    idle_s = TURN_S if any(node.waits for node in there if isinstance(node, Rank)) else 0.0
+    after_s = [node.now_s for node in there if isinstance(node, Rank)]
+    return max((after - before - idle_s for after, before in zip(after_s, before_s, strict=True)), default=0.0) / TURN_S
 
 
 def main(seeds: int, first: int = 0) -> None:
-    """Print how many of ``seeds`` runs of three to seven members end with one history, with none, or wrongly."""
+    """Print how ``seeds`` runs of three to seven members end, and how once all links are whole and all are back.
+
+    With it goes the longest time until those that run have decided what they can, in turns of a view change.
+    """
     for name, kind in KINDS.items():
         for replicas in range(3, 8):
-            outcomes = collections.Counter(outcome(kind(replicas, seed)) for seed in range(first, first + seeds))
-            counts = ", ".join(f"{how} {count}" for how, count in outcomes.most_common())
-            print(f"{name}, {replicas} members: {counts}", flush=True)
+            outcomes, longest = collections.Counter[str](), 0.0
+            for seed in range(first, first + seeds):
+                network = kind(replicas, seed)
+                how = outcome(network)
+                longest = max(longest, wait_turns(network))
+                outcomes[f"{how}, then {reunited(network)}"] += 1
+            counts = "; ".join(f"{how}: {count}" for how, count in outcomes.most_common())
+            print(f"{name}, {replicas} members: {counts}; longest {longest:.2f} turns", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Limits:
     deaf: int = 0  # links between two ranks on which, in one direction, nothing arrives any more
     sleeps: int = 0  # ranks that are suspended, so that others may take them for silent ones; they wake by themselves
     flaps: int = 0  # links that break and work again at once
+    heals: int = 0  # broken links over which ranks can connect again
     own: Mapping[str, int] = field(default_factory=dict)  # of a node, by the name that its ``may`` and ``suffer`` use
 
 
@@ -52,6 +53,7 @@ class Network:
         self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.ranks, 2)}
         self._ends_up = set(self.on_the_way)
         self._connections = dict.fromkeys(self.on_the_way, 0)
+        self._starts = dict.fromkeys(self.ranks, 0)  # how often a rank was started again
         self._cut: set[tuple[int, int]] = set()
         self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing from b reaches a any more
         self._unreachable: set[int] = set()
@@ -85,6 +87,24 @@ class Network:
         """Return the unique number of the connection of ``rank`` to ``other``, or None if there is none."""
         return self._connections[rank, other] if (rank, other) in self._ends_up else None
 
+    def process(self, rank: int) -> str:
+        """Return the name of the process of a rank."""
+        return f"{rank}.{self._starts[rank]}"
+
+    def dial(self, rank: int, other: int) -> bool:
+        """Let ``rank`` connect to ``other`` again, if it can reach it. Return whether it has."""
+        there = self.alive - self.asleep
+        pair, back = (rank, other), (other, rank)
+        if not {*pair} <= there or pair in self._ends_up or {pair, back} & (self._cut | self._unheard):
+            return False
+        if self.nodes[other].left:  # its transport is closed
+            return False
+        self._renew([pair, back])
+        self._ends_up |= {pair, back}
+        self.nodes[other].look()
+        self.nodes[rank].look()
+        return True
+
     # For the code that decides what happens next.
 
     def can(self, what: str, a: int, b: int) -> bool:
@@ -116,9 +136,11 @@ class Network:
             "cuts": lambda a, b: a < b and (a, b) not in self._cut,
             "deaf": lambda a, b: (a, b) not in self._unheard,
         }
+        broken = sorted(self._cut | self._unheard)
         found = [(kind, rank, 0) for kind, may in of_ranks.items() if left[kind] for rank in alive if may(rank)]
         for kind, may_break in of_links.items():
             found += [(kind, *link) for link in sorted(self._ends_up) if may_break(*link)] if left[kind] else []
+        found += [("heals", *link) for link in broken] if left["heals"] else []
         if left["returns"]:
             found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
         own = [kind for kind in self._own if left[kind]]
@@ -139,6 +161,8 @@ class Network:
             self.asleep.add(a)
         elif what == "flaps":
             self._flap(a, b)
+        elif what == "heals":
+            self.heal(a, b)
         elif what == "cuts":
             self._cut |= {(a, b), (b, a)}
             self._unheard |= {(a, b), (b, a)}
@@ -170,16 +194,34 @@ class Network:
             if a == rank:
                 self._lose_some(a, b, self._number)
 
+    def heal(self, a: int, b: int) -> None:
+        """Mend a link. What was sent over it meanwhile is lost, so that its connection ends."""
+        for pair in ((a, b), (b, a)):
+            self._cut.discard(pair)
+            self._unheard.discard(pair)
+        self._flap(a, b)
+
+    def heal_all(self) -> None:
+        """Mend all links, and let no further rank end."""
+        self._sends_left.clear()
+        for pair in sorted(self._cut | self._unheard):
+            self.heal(*pair)
+
     def _flap(self, a: int, b: int) -> None:
-        """Replace a connection by a new one, on which nothing arrives that was sent before."""
-        self._renew([(a, b), (b, a)])
+        """End a connection, and what is on its way over it; the two learn of it one after the other."""
         for one, other in ((a, b), (b, a)):
             if one in self.alive and not (one in self._sends_left and self._sends_left[one] == 0):
-                self.nodes[one].lose(other, gone=False)
+                was_up = (one, other) in self._ends_up
+                self.hang_up(one, other)
+                if was_up:
+                    self.nodes[one].lose(other, gone=False)
+            else:
+                self.hang_up(one, other)
 
     def _return(self, rank: int) -> None:
         """Start a new process in the place of the one that ended; its connections are new."""
         self.alive.add(rank)
+        self._starts[rank] += 1
         self._sends_left.pop(rank, None)
         self._unreachable.discard(rank)
         self.asleep.discard(rank)

@@ -62,7 +62,8 @@ RULES = Rules(
     continue_without_lost=True,
     raise_on_loss=False,
 )
-MOST_TICKS = 3 * 12 * 10  # of three view changes that take as long as they may
+TURN_TICKS = 12  # how often a view change looks at the clock in one turn
+MOST_TICKS = 3 * 10 * TURN_TICKS  # of three view changes that take as long as they may
 
 
 class Rank:
@@ -142,6 +143,11 @@ class Rank:
         return self.machine.views.failure
 
     @property
+    def waits(self) -> str:
+        """Why it waits in a view change for members to be back; "": it does not."""
+        return self.machine.views.waiting
+
+    @property
     def outcomes(self) -> dict[int, bool]:
         """Step -> whether its round was committed here."""
         for error in self.errors.values():
@@ -157,6 +163,8 @@ class Rank:
     def act(self) -> bool:
         if self.todo:
             self.todo.popleft()()
+        elif any([self.network.dial(self.rank, each) for each in self.machine.rules.ranks(self.machine.views.missing)]):
+            pass
         elif self._joins is not None:
             return self._join(self._joins)
         elif ready := next((key for key, verdict in self.exchanges.items() if verdict is not None), None):
@@ -177,6 +185,11 @@ class Rank:
             if self.network.connection(self.rank, sender) is not None:
                 self.network.hang_up(self.rank, sender)
                 self.lose(sender, gone=False)
+
+    def look(self) -> None:
+        """Notice connections that have been made since."""
+        if not self.left:
+            self.handle(Stepped(self.step))
 
     def lose(self, rank: int, *, gone: bool) -> None:
         self.handle(RankLost(rank, "simulated", gone))
@@ -224,7 +237,8 @@ class Rank:
                 self._call(Disconnected(other))
             elif connection is not None and self._known.get(other) != connection:
                 self._known[other] = connection
-                self._call(Connected(other, connection, f"simulated:{other}"))
+                process = self.network.process(other)
+                self._call(Connected(other, connection, f"simulated:{other}", process))
         effects = self._call(event)
         if self.failure is not None:  # the process ends, and its connections with it
             self._leave(str(self.failure))
@@ -309,6 +323,12 @@ class Rank:
             self.handle(Announced(Join(entry)))
         return True
 
+    def ask_again(self) -> None:
+        """Ask to join once more, as a joiner does that gets no answer."""
+        if self._joins is not None:
+            self._asked = 1
+            self.todo.append(partial(self.handle, Announced(Join(self._joins))))
+
     def _may_step(self) -> bool:
         return all(step in self.outcomes for step in self._given if step % 3 == (self.step + 1) % 3)
 
@@ -352,7 +372,8 @@ class Stranger:
     """A connected rank that is no member; the test sends its messages."""
 
     timers = ()
-    act = receive = lose = may = suffer = lambda *arguments, **more: False  # it does nothing
+    left = "a stranger"
+    act = receive = lose = look = may = suffer = lambda *arguments, **more: False  # it does nothing
 
 
 def weight_of(replica: int, step: int) -> float:
@@ -393,10 +414,14 @@ def finish(network: Network) -> None:
     Raises:
         AssertionError: It does not come to an end.
     """
+    idle = 0
     for _ in range(MOST_TICKS):
         explore(network, [], 3000)
         nodes = [network.nodes[number] for number in sorted(network.alive)]
-        if not any([node.fire(of_round=False) for node in nodes if isinstance(node, Rank) and not node.left]):
+        there = [node for node in nodes if isinstance(node, Rank) and not node.left]
+        is_moving = any([not node.waits for node in there if node.fire(of_round=False)])
+        idle = 0 if is_moving else idle + 1
+        if idle > TURN_TICKS or (idle and not any(node.waits for node in there)):
             return
     raise AssertionError("a view change takes longer than it may")
 
@@ -410,10 +435,10 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
 
     Invariant 2: each round is committed by all that continue, from the same contributions, or void for all.
     """
-    going_on = [rank for rank in ranks if not rank.left]
+    going_on = [rank for rank in ranks if not rank.left and not rank.waits]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in ranks:
-        assert not rank.exchanges, "a thread waits for ever"
+        assert rank.waits or not rank.exchanges, "a thread waits for ever"
     planned: dict[object, object] = {}
     for rank in ranks:
         for what, shards in rank.shards.items():

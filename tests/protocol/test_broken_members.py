@@ -1,6 +1,7 @@
 """What a member that is broken or damaged costs the others, from any member's place; on the simulated network."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
 
 
 def test_who_gives_up_a_view_change_says_why_its_last_ballot_failed() -> None:
-    first = simulated(3)[0]
+    first = simulated(3, rules=replace(RULES, continue_without_lost=False))[0]
     first.hear(1, report(1))
     first.now_s += 20 * RULES.silence_s
     first.fire(of_round=False)

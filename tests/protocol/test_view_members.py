@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -13,15 +13,19 @@ from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
 from diloco.membership import View, names_of
 from diloco.protocol import (
+    Announced,
+    Announcement,
     Beat,
     BeatDue,
     Begun,
     Change,
     ClosedToJoiners,
     Connected,
+    Event,
     Exchanged,
     Header,
     Leaving,
+    Left,
     Machine,
     Received,
     RoundVote,
@@ -73,17 +77,106 @@ def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() ->
         assert network[number].outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
 
 
-def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
-    """The first one to stop sends nothing more, so the others would wait for a report that it has not made yet."""
+def test_nobody_waits_before_all_who_stay_know_the_same() -> None:
     network = simulated(3, Limits(ends=1), replace(RULES, min_replicas=3))
     begin(network, 0, 2)
     network.happen("ends", 1, 0, 0)
     network.happen("notice", 2, 1, 0)
     network.happen("deliver", 2, 0, 0)
-    assert not network[0].left, "it still hears the one that 2 reports as ended"
+    assert not network[0].waits, "it still hears the one that 2 reports as ended"
     settle(network)
     for number in (0, 2):
-        assert "2 of at least 3 replicas are left" in network[number].left
+        assert network[number].waits == "2 of at least 3 replicas are left"
+        assert not network[number].left
+
+
+def test_fewer_than_the_least_number_go_on_once_one_is_started_again() -> None:
+    """It joins right after the view in which they would be too few."""
+    network = simulated(3, Limits(ends=1, returns=1), replace(RULES, min_replicas=3))
+    begin(network, 0, 2)
+    network.happen("ends", 1, 0, 0)
+    settle(network)
+    network.happen("returns", 1, 0, 0)
+    explore(network)
+    assert [network[number].view for number in range(3)] == [View(2, (0, 1, 2), (0, 2, 1))] * 3
+    assert not any(network[number].left or network[number].waits for number in range(3))
+
+
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_all_who_lose_each_other_go_on_as_they_were_once_they_hear_each_other(replicas: int) -> None:
+    """A blip leaves nobody out, starts no process again, and makes no round void."""
+    network = simulated(replicas, Limits(cuts=99))
+    begin(network, *range(replicas), deliver=False)
+    for pair in combinations(range(replicas), 2):
+        network.happen("cuts", *pair, 0)
+    finish(network)
+    assert all(network[number].waits for number in range(replicas))
+    network.heal_all()
+    finish(network)
+    assert {network[number].view.members for number in range(replicas)} == {tuple(range(replicas))}
+    check_agreement([network[number] for number in range(replicas)], whole=True)
+
+
+def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_that_waits() -> None:
+    """Their new processes show that the old ones have ended, which silence does not."""
+    network = simulated(3, Limits(machines=2, returns=2))
+    begin(network, 0, 1, 2)
+    for number in (0, 1):
+        network.happen("machines", number, 0, 0)
+    finish(network)
+    assert "may be continuing without replica 2" in network[2].waits
+    network.happen("returns", 0, 0, 0)
+    explore(network)
+    assert network[2].waits, "1 may be running"
+    network.happen("returns", 1, 0, 0)
+    finish(network)
+    assert {network[number].view.members for number in range(3)} == {(0, 1, 2)}
+    check_agreement([network[number] for number in range(3)])
+
+
+def test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing() -> None:
+    """It may be a member of another view by the time at which the others would count."""
+    network = simulated(3, Limits(machines=2, returns=2))
+    begin(network, 0, 1, 2)
+    for number in (0, 1):
+        network.happen("machines", number, 0, 0)
+    finish(network)
+    network.happen("returns", 0, 0, 0)
+    explore(network)
+    assert network[2].machine.views.change.mine.gone == {0}
+    network.end(0)
+    network.hang_up(2, 0)
+    network[2].lose(0, gone=True)
+    assert network[2].machine.views.change.mine.apart == {0, 1}
+    network.happen("returns", 1, 0, 0)
+    finish(network)
+    assert network[2].waits, "0 may be running"
+
+
+@pytest.mark.parametrize("how", [Left(), Left(if_waiting=True), Announced(Announcement("stop", 0))], ids=str)
+def test_who_is_to_stop_while_it_waits_leaves_at_once(how: Event) -> None:
+    network = simulated(3, Limits(machines=2))
+    begin(network, 0, 1, 2)
+    for number in (0, 1):
+        network.happen("machines", number, 0, 0)
+    finish(network)
+    assert network[2].waits
+    network[2].handle(how)
+    assert network[2].left.startswith("replica 2 left after step ")
+    assert not any(network[2].outcomes.values())
+
+
+def test_a_restarted_process_is_no_member_that_is_back() -> None:
+    """Only the process that was the member is: another one knows nothing of what that one has accepted."""
+    network = simulated(3, Limits(machines=1, returns=1), replace(RULES, min_replicas=3))
+    begin(network, 0, 1, 2)
+    network.happen("machines", 1, 0, 0)
+    finish(network)
+    assert network[0].machine.views.missing == network[2].machine.views.missing == {1}
+    network.hang_up(0, 2)
+    network[0].lose(2, gone=False)
+    explore(network)
+    assert network[0].machine.views.missing == {1}, "it has dialled"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (3, 2, 1, 0), (2, 0, 3, 1)])
@@ -98,8 +191,8 @@ def test_the_half_with_the_lowest_number_goes_on_whoever_joined_first(order: tup
     finish(network)
     assert {network[each].view.members for each in lower} == {(*lower,)}
     words = f"{names_of(lower)} can't be reached and may be continuing without {names_of(higher)}, which"
-    assert not any(network[each].left for each in lower)
-    assert all(words in network[each].left for each in higher)
+    assert not any(network[each].left or network[each].waits for each in lower)
+    assert all(words in network[each].waits for each in higher)
 
 
 def test_who_is_late_is_lost_and_told_so() -> None:

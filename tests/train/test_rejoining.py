@@ -31,10 +31,9 @@ from diloco.transport import (
     Address,
     Admission,
     ConnectionManager,
-    Looking,
     Members,
     NodePlace,
-    PeerTransport,
+    PeerStreams,
     Place,
     SwarmPlace,
     TcpStreams,
@@ -72,21 +71,6 @@ def meet() -> Iterator[Meet]:
 
     yield made
     at_once([fleet.close for fleet in fleets])
-
-
-@contextmanager
-def all_lost(fleets: list[Fleet]) -> Iterator[None]:
-    """Make all fleets close their transports before any searches, or one would be found as a member of the old view."""
-    close, all_closed = PeerTransport.close, threading.Barrier(len(fleets))
-    ways = [fleet.transport for fleet in fleets]
-
-    def close_with_all(transport: PeerTransport) -> None:
-        close(transport)
-        if transport in ways:
-            all_closed.wait(LIMIT_S)
-
-    with mock.patch.object(PeerTransport, "close", close_with_all):
-        yield
 
 
 @pytest.mark.parametrize("at_replica_0", [False, True])
@@ -153,41 +137,43 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
         started.close()
 
 
-@pytest.mark.parametrize("joined", [0, 1])
-def test_who_is_in_a_view_that_too_few_came_to_is_told_and_still_a_minority(meet: Meet, joined: int) -> None:
-    """The one with the newest state founds it. Regression: it, or who joined it, went on alone the next time."""
-    fleets = meet(count := 3 + 2 * joined)[::-1]
-    fleets[0].transport.step = 30
-    with all_lost(fleets):
-        assert at_once([partial(rejoin_and_open, fleet) for fleet in fleets]) == [None] * count
-    assert [fleet.joining for fleet in fleets] == [False] + [True] * (count - 1)
-    assert fleets[0].transport.view.id > 0
-    for fleet in fleets[1 : 1 + joined]:
-        assert fleet.join(LIMIT_S) == 30
-    for fleet in fleets[: 1 + joined]:
-        with pytest.raises(RendezvousError, match=rf"^Too few of {count} replicas rejoined; missing: 0, 1"):
-            fleet.gather(0.01)
-    last = fleets.pop(joined)
-    for fleet in fleets:
-        fleet.transport.close()
-    for _ in range(2):  # also when it searches once more
-        with pytest.raises(RendezvousError, match="has searched for the others for"):
-            last.rejoin(1.5)
+@pytest.mark.parametrize("where", ["at the one that waits", "at the rendezvous"])
+def test_one_that_is_started_again_joins_one_that_waits_for_it(meet: Meet, where: str, tmp_path: Path) -> None:
+    """Also if it begins as at the start of the run, and collects the ranks: the one that waits finds it."""
+    first, second = meet(2, at_replica_0=True, rules=replace(SOON, min_replicas=2), keys=tmp_path)
+    place, transport = first.place, second.directory.transport
+    assert isinstance(place, Place)
+    second.transport.step, view_id = 40, second.transport.view.id
+    first.close()
+    wait_until(lambda: transport.views.waiting == "1 of at least 2 replicas are left")
+    if where == "at the one that waits":
+        place = replace(place, rendezvous=transport.address)
+    started = Fleet.meet(place, replace(SOON, min_replicas=2))
+    try:
+        assert started.joining
+        assert started.join(LIMIT_S) == 40
+        wait_until(lambda: transport.view.members == (0, 1) and transport.view.id > view_id)
+        assert transport.failure is None
+    finally:
+        started.close()
 
 
-def test_who_waits_in_a_view_that_is_lost_too_goes_on_at_once(meet: Meet) -> None:
-    """It waited out its time, as a loss changes no view."""
-    fleets = meet(3)
-    with all_lost(fleets):
-        assert at_once([partial(rejoin_and_open, each) for each in fleets]) == [None] * 3
-    fleet = next(each for each in fleets if not each.joining)
-    failures = itertools.chain([None], itertools.repeat(TransportError("lost")))  # after it has begun to wait
-    with mock.patch.object(
-        PeerTransport, "failure", new_callable=mock.PropertyMock, side_effect=lambda: next(failures)
-    ):
-        gathered = in_thread(lambda: fleet.gather(LIMIT_S), "gather")
-        with pytest.raises(RendezvousError, match=r"^Too few of 3 replicas rejoined"):
-            gathered.result(LIMIT_S / 4)
+def test_one_that_waits_yields_to_one_that_was_started_again_and_is_further(meet: Meet, tmp_path: Path) -> None:
+    """No member of its view can be so far: the others have gone on without it."""
+    rules = replace(SOON, min_replicas=2, rendezvous_timeout_s=4.0)
+    first, second = meet(2, rules=rules, keys=tmp_path)
+    place, transport = first.place, second.directory.transport
+    assert isinstance(place, Place)
+    first.close()
+    wait_until(lambda: transport.views.waiting)
+    place = replace(place, rendezvous=transport.address)
+    started = in_thread(lambda: Fleet.meet(place, rules, held_step=1 << 40), "started")
+    wait_until(second.failure)
+    assert f"replica 0 has a checkpoint of step {1 << 40}: the others went on" in str(second.failure())
+    with pytest.raises(RendezvousError, match="has searched for the others for 1 s"):
+        second.rejoin(1.0)
+    with pytest.raises(RendezvousError, match="found no rendezvous"):
+        started.result(LIMIT_S)
 
 
 @pytest.mark.parametrize("frozen", [0, 2])
@@ -233,7 +219,7 @@ def test_nobody_founds_a_view_before_others_had_the_time_to_announce_themselves(
     """Else the first one that searches founds it, and not the one with the newest state."""
     (fleet,), now_s = meet(1), 100.0
     directory = fleet.directory
-    directory.me, directory.join_window_s = Candidate(0, 5, View.of(1)), 3.0
+    directory.me, directory.join_window_s, directory.begins = Candidate(0, 5), 3.0, False
 
     async def sleep(pause_s: float) -> None:
         nonlocal now_s
@@ -241,35 +227,8 @@ def test_nobody_founds_a_view_before_others_had_the_time_to_announce_themselves(
 
     clock = mock.MagicMock(time=lambda: now_s)
     with mock.patch.multiple(asyncio, sleep=sleep, get_running_loop=lambda: clock):
-        assert asyncio.run(directory.find()) == View(1, (0,))
+        assert asyncio.run(directory.find()) == View.of(1)
     assert 3.0 <= now_s - 100.0 < 3.0 + max(directory.pauses_s)
-
-
-def test_nobody_else_votes_for_a_member(meet: Meet) -> None:
-    """The one with the newest state would found a view without the members, which may be continuing."""
-    fleets = meet(3)
-    fleets[2].transport.step = 30
-    others = fleets[2].transport.connections.identities
-    others.update(dict.fromkeys(others, "another key"))
-    with all_lost(fleets):
-        outcomes = at_once([lambda m=m: fleets[m].rejoin(2.0) for m in range(3)])
-    assert all("has searched for the others for 2 s" in str(each) for each in outcomes)
-
-
-def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
-    """Before, any process that a searcher asked could end a member that lives by speaking in its name."""
-    fleets = meet(3)
-    directory = fleets[2].directory
-    directory.me = Candidate(2, 0, fleets[2].transport.view)
-    directory.identities = dict(fleets[2].transport.connections.identities)
-    words = "answers in the name of replica 1, which is another one"
-    with answering(Looking(Candidate(1, 30))) as liar:
-        directory.known[1] = replace(directory.known[1], address=str(liar))
-        with pytest.raises(TransportError, match=words):
-            fleets[2].transport.connections.call(directory.ask(liar))
-    credentials = fleets[1].directory.connections.streams.credentials
-    with answering(Looking(Candidate(1, 30)), credentials) as restarted:
-        assert isinstance(fleets[2].transport.connections.call(directory.ask(restarted)), Looking)
 
 
 def test_one_that_has_rejoined_still_knows_how_many_ranks_there_are(meet: Meet) -> None:
@@ -472,15 +431,17 @@ def test_of_two_sides_that_go_on_as_a_router_refuses_connections_one_yields(
     assert any("They are to yield, and adopt the state of this side" in each for each in told), told
 
 
-def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
-    meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shared_start", [0, 100000])
+def test_all_who_lose_each_other_wait_and_go_on_together(
+    meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch, shared_start: int
 ) -> None:
-    """The founder trains only after others have joined, because they could otherwise found another view."""
-    peers = [Peer(fleet, data, "--replicas 3 --data-parallel-steps 100000") for fleet in meet(3)]
+    """They keep their transports, and nobody founds a view or adopts the state of another one."""
+    peers = [Peer(fleet, data, f"--replicas 3 --data-parallel-steps {shared_start}") for fleet in meet(3)]
+    before = [each.fleet.transport for each in peers]
     for each in peers:
         each.thread.start()
     with monkeypatch.context() as cut:
-        cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
+        cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=OSError("cut off")))
         barrier = threading.Barrier(3)
 
         def lose_all(connections: ConnectionManager) -> None:
@@ -490,14 +451,16 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
         for each in peers:
             connections = each.fleet.transport.connections
             connections.post(partial(lose_all, connections))
-        for each in peers:
-            each.wait_for(Lost)
-    for fragment in (0, 1):  # the state of each has arrived everywhere
-        peers[0].wait_for(RoundCommitted, fragment=fragment, contributors=(0, 1, 2))
+        for m, each in enumerate(peers):
+            wait_until(lambda each=each: each.fleet.directory.transport.views.waiting)
+            assert each.fleet.directory.transport.views.missing == {0, 1, 2} - {m}
+    for each in peers:
+        each.wait_for(ViewChanged, members=(0, 1, 2), lost=())
+    if not shared_start:
+        peers[0].wait_for(RoundCommitted, contributors=(0, 1, 2))
     end_together(peers)
-    events = [event for each in peers for event in each.events]
-    looked = max(event.step for event in events if isinstance(event, Lost))
-    assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1
+    assert [each.fleet.transport for each in peers] == before
+    assert not [event for each in peers for event in each.events if isinstance(event, Lost)]
 
 
 @pytest.fixture
@@ -512,6 +475,7 @@ def swarm(keys: Path) -> Iterator[Make]:
         start: int = 1,
         join_window_s: float = 0.5,
         founds: bool = False,
+        min_replicas: int = 1,
     ) -> Fleet:
         addresses = tuple(address for each in known for address in each.directory.listens_at())
         place = SwarmPlace(
@@ -523,7 +487,8 @@ def swarm(keys: Path) -> Iterator[Make]:
             founds=founds,
             join_window_s=join_window_s,
         )
-        rules = Rules(**SWARM | {"rendezvous_timeout_s": 15.0, "together": False})
+        own = {"rendezvous_timeout_s": 15.0, "together": False, "min_replicas": min_replicas}
+        rules = Rules(**SWARM | own)
         fleets.append(Fleet.meet(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
@@ -576,15 +541,30 @@ def test_those_who_lost_each_other_meet_again_where_they_were(swarm: Make) -> No
     assert second.directory.listens_at() == before
     assert second.join(LIMIT_S) == 40
     wait_for_members(first.transport, 2)
+    assert first.directory.swarm == second.directory.swarm
 
-    def found() -> None:
-        find_again(first)
-        first.close_to_joiners("")
 
-    name = first.directory.swarm
-    assert at_once([found, lambda: find_again(second)]) == [None, None]
-    assert [fleet.joining for fleet in (first, second)] == [False, True]
-    assert first.directory.swarm == second.directory.swarm == name
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_peers_that_are_too_few_without_each_other_wait_and_meet_again(
+    swarm: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep their transports, and are the same peers of the same swarm."""
+    first = swarm(0, min_replicas=2)
+    first.close_to_joiners("")
+    second = swarm(1, first, min_replicas=2)
+    second.join(LIMIT_S)
+    wait_for_members(first.transport, 2)
+    ways, ids = [each.directory.transport for each in (first, second)], [first.transport.view.id]
+    with monkeypatch.context() as cut:
+        cut.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("cut off")))
+        for each in ways:
+            connections = each.connections
+            connections.post(
+                lambda on=connections: on.drop(dict.fromkeys(on.peers.values(), "it is silent"), silent=True)
+            )
+        wait_until(lambda: all(each.views.waiting for each in ways))
+    wait_until(lambda: all(each.view.members == (0, 1) and each.view.id > ids[0] for each in ways))
+    assert [each.failure for each in ways] == [None, None]
 
 
 @HIVEMIND_LEAVES_CONNECTIONS

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -264,9 +265,10 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario
     assert joiner.committed.items() <= others[0].committed.items()
 
 
-def present(rank: int, number: int, address: Address, *, is_last: bool) -> None:
+def present(rank: int, number: int, address: Address, keys: Path, *, is_last: bool) -> None:
     """Be a member until told to end, or until this process takes part in no more rounds."""
-    connected = connect(Place(replica=number, num_replicas=3, rendezvous=address), RULES)
+    place = Place(replica=number, num_replicas=3, rendezvous=address, identity=keys / f"{number}.key")
+    connected = connect(place, RULES)
     transport = connected.transport
     if connected.joining:
         join(connected, LIMIT_S)
@@ -279,14 +281,14 @@ def present(rank: int, number: int, address: Address, *, is_last: bool) -> None:
     transport.close()
 
 
-def test_a_frozen_member_that_was_replaced_does_not_go_on_alone_when_it_wakes() -> None:
+def test_a_frozen_member_that_was_replaced_does_not_go_on_alone_when_it_wakes(tmp_path: Path) -> None:
     """It has stood still for less than a silence. What it was told has to be read before anything is written."""
     with rendezvous(3) as address, Processes() as processes:
         for number in range(3):
-            processes.start(1, partial(present, is_last=number == 2), number, address)
+            processes.start(1, partial(present, is_last=number == 2), number, address, tmp_path)
         addresses = [processes.next_report(rank, LIMIT_S) for rank in range(3)]
         processes.freeze(2)
-        processes.start(1, partial(present, is_last=False), 2, addresses[0])
+        processes.start(1, partial(present, is_last=False), 2, addresses[0], tmp_path)
         assert processes.next_report(3, LIMIT_S)
         for rank in (0, 1, 3):
             processes.send(rank, "end")

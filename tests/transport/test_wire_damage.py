@@ -25,7 +25,7 @@ import zstandard
 
 from diloco.algorithm import Contribution, RoundId, make_codec, weighted_mean
 from diloco.errors import ConfigurationError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.protocol import Average
+from diloco.protocol import Average, Rules
 from diloco.transport import PeerTransport
 from tests.transport.contract import exchange
 from tests.transport.relays import PART, Cut, Relays, Unit, part
@@ -417,8 +417,12 @@ def test_a_machine_that_slept_until_the_others_had_ended_does_not_go_on_alone(
     check_round([first, second])
     now_s = time.clock_gettime
     monkeypatch.setattr(time, "clock_gettime", lambda clock: now_s(clock) + 3600.0)
+    monkeypatch.setattr(Rules, "guard_s", 4.0)  # it waits for the other one, and gives up
     first.close()
-    assert isinstance(outcome(second), ReplicaLostError)
+    error = outcome(second)
+    assert isinstance(error, ReplicaLostError)
+    assert error.replicas == (0,)
+    assert "may be continuing without replica 1" in str(error)
 
 
 @pytest.mark.parametrize(("victim", "survive"), [(0, True), (2, False)], ids=["continue", "stop"])

@@ -1,6 +1,5 @@
 from .bootstrap import Candidate as Candidate
-from .bootstrap import founded_view as founded_view
-from .bootstrap import missing_members as missing_members
+from .bootstrap import choose_founder as choose_founder
 from .next_view import Policy as Policy
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view

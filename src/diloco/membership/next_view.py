@@ -130,8 +130,9 @@ def next_view(
     late = _accused(view, size, {report.rank: report.behind for report in reports})
     if not lost <= apart | gone | late or not (apart | gone).isdisjoint(staying):
         return None
-    joining = frozenset.intersection(*(report.joining for report in reports)) - apart - gone - {*view.members}
-    if refusal(view, lost, policy, gone=gone.difference(alive), joining=joining):
+    asking = frozenset.intersection(*(report.joining for report in reports)) - apart - gone.difference(view.members)
+    joining, restarted = asking.difference(view.members), asking & lost
+    if refusal(view, lost, policy, gone=gone.difference(alive), joining=asking):
         return None
     members = sorted({*staying, *joining})
     held, commits = [report.held for report in reports], union("commits")
@@ -151,6 +152,7 @@ def next_view(
         void=void.difference(agreed),
         left=tuple(sorted(left)),
         silent=tuple(sorted(lost - gone)),
+        restarted=tuple(sorted(restarted)),
     )
 
 

@@ -94,6 +94,7 @@ class NextView:
     void: RoundIds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
     silent: Ranks = ()  # members that were left out, and that may still be running; ascending
+    restarted: Ranks = ()  # members that have ended, and whose new processes are about to join; ascending
 
     def __post_init__(self) -> None:
         if self.view.id != self.previous.id + 1:
@@ -108,6 +109,11 @@ class NextView:
     def joined(self) -> tuple[int, ...]:
         """The replicas that were not members before."""
         return tuple(each for each in self.view.members if each not in self.previous.members)
+
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """The replicas that join, with this view or right after it."""
+        return (*self.joined, *self.restarted)
 
     @property
     def reason(self) -> str:
@@ -142,13 +148,15 @@ class Report:
 
     rank: Rank
     view_id: Count
-    apart: Replicas = frozenset()  # replicas that the rank can't hear, or that can't hear it
+    apart: Replicas = frozenset()  # replicas that the rank can't hear, or that can't hear it; they may be running
     gone: Replicas = frozenset()  # replicas whose process is known to have ended
     left: Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
     # replicas that the rank hears, and for whose contribution it has waited too long, or that spoil rounds
     behind: Replicas = frozenset()
     unsteady: Replicas = frozenset()  # replicas that it hears, but from which it received nothing for several beats
-    joining: Replicas = frozenset()  # replicas that have asked the rank to be members of the next view
+    # replicas that have asked the rank to be members of the next view; a member among them was started again, and joins
+    # right after that view
+    joining: Replicas = frozenset()
     step: Count = 0  # the number of inner steps that the rank has begun to synchronise
     commits: Votes = field(default_factory=dict)  # the rounds that it has committed recently
     void: RoundIds = frozenset()  # the rounds that the rank has decided void recently
@@ -166,16 +174,33 @@ class Report:
         gone: Collection[int] = (),
         left: Collection[int] = (),
         behind: Collection[int] = (),
+        restarted: Collection[int] = (),
     ) -> Report:
-        """Return the report with what is observed of ``others``. Silence is final: who is apart is never gone."""
+        """Return the report with what is observed of ``others``.
+
+        Who is apart is not gone because it ends afterwards, but if it asks to join as a new process.
+        """
         known = frozenset(others)
-        ended = self.gone.union(known.intersection({*gone, *left}) - self.apart)
+        again = known.intersection(restarted)
+        ended = self.gone.union(known.intersection({*gone, *left}) - self.apart, again)
         return replace(
             self,
-            apart=self.apart.union(known.intersection(apart) - ended),
+            apart=self.apart.union(known.intersection(apart)) - ended,
             gone=ended,
             left=self.left.union(ended.intersection(left)),
             behind=self.behind.union(known.intersection(behind)),
+            joining=self.joining.union(again),
+        )
+
+    def without(self, replica: int) -> Report:
+        """Return the report as if nothing had been observed of the end, or the silence, of a replica."""
+        left = frozenset({replica})
+        return replace(
+            self,
+            apart=self.apart - left,
+            gone=self.gone - left,
+            left=self.left - left,
+            joining=self.joining - left,
         )
 
     @property

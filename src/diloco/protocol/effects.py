@@ -78,6 +78,7 @@ class Effects:
     # rounds of which to exchange the payloads with the members of a view, once there is a verdict
     exchanges: list[tuple[View, RoundId]] = field(default_factory=list)
     verdicts: list[GiveVerdict] = field(default_factory=list)
+    waiting: str = ""  # why the change to the next view waits for members to be back; "": it does not, or there is none
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
     registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
     introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't

@@ -31,6 +31,7 @@ class Connected(Event, frozen=True):
     rank: int
     connection: int  # its number
     address: str  # on which the rank listens
+    process: str = ""  # the name that the other process has given itself; "": unknown
 
 
 class Disconnected(Event, frozen=True):
@@ -141,6 +142,8 @@ class Ejected(Event, frozen=True):
 
 class Left(Event, frozen=True):
     """This replica leaves for good, with all its ranks."""
+
+    if_waiting: bool = False  # only once a view change waits for members, as this rank takes no more steps
 
 
 class Yielded(Event, frozen=True):

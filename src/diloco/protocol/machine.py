@@ -83,6 +83,7 @@ class Machine:
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked to let it join
         self._is_welcome = False  # whether one has answered so
         self._began = False
+        self._leaves_if_waiting = False  # whether this rank takes no more steps, so that it waits for nobody
         # messages that wait for a view, in the order of their arrival: the sender; the message, encoded, as that takes
         # the least memory; its connection, None if that had ended by then; and whether the sender was a member
         self._held: list[tuple[int, bytes, int | None, bool]] = []
@@ -104,6 +105,9 @@ class Machine:
                     self._begin_view(began)
         if self.views.failure is not None and self._stops_together:
             self._stop()
+        if self.views.waiting and (self.said.stopping or self._leaves_if_waiting):
+            self.views.leave()
+        outbox.effects.waiting = self.views.waiting
         effects, outbox.effects = outbox.effects, Effects()
         return effects
 
@@ -130,8 +134,8 @@ class Machine:
     def _take_in(self, event: Event) -> None:
         views, rounds, roster = self.views, self.rounds, self.roster
         match event:
-            case Connected(rank, connection, address):
-                roster.connect(rank, connection, address, self._outbox.now_s)
+            case Connected(rank, connection, address, process):
+                self._connect(rank, connection, address, process)
             case Disconnected(rank):
                 roster.disconnect(rank)
                 roster.in_doubt.add(rank)
@@ -170,12 +174,21 @@ class Machine:
                 rounds.end_exchange(event)
             case Ejected():
                 views.eject(event)
-            case Left():
-                views.leave()
+            case Left(if_waiting):
+                self._leaves_if_waiting = self._leaves_if_waiting or if_waiting
+                if not if_waiting:
+                    views.leave()
             case Yielded(why):
                 views.stop(why)
             case Closed(failure):
                 self._close(failure)
+
+    def _connect(self, rank: int, connection: int, address: str, process: str) -> None:
+        views = self.views
+        if self.roster.connect(rank, connection, address, process, self._outbox.now_s):
+            views.meet_again(rank)
+        elif views.waiting and views.change is not None and self.rules.replica_of(rank) in views.view.members:
+            views.change.tell(rank)
 
     def _announce(self, message: Announcement | SiteMessage | FactsMessage | Join) -> None:
         match message:
@@ -276,6 +289,8 @@ class Machine:
 
     def _process_view_message(self, sender: int, message: ViewMessage, connection: int | None) -> None:
         views, rounds = self.views, self.rounds
+        if isinstance(message, Change) and message.view == views.view.id and self.roster.recognise(sender):
+            views.meet_again(sender)  # only a member's process reports on a view
         is_from_member = self.roster.is_from_member(sender, connection)
         ahead = message.view - views.view.id
         match message:

@@ -25,6 +25,7 @@ class Roster:
     def __init__(self, rules: Rules) -> None:
         self.connections: dict[int, int] = {}  # rank -> number of its connection
         self.addresses: dict[int, str] = {}  # rank -> the address on which it listens
+        self._processes: dict[int, str] = {}  # rank -> the name of the process that is connected
         self.heard_s: dict[int, float] = {}  # rank -> when its last message was received
         self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
         self._beat_s = math.inf  # when this process last beat, once it has
@@ -34,11 +35,17 @@ class Roster:
         # the members' ranks -> their connections, though other processes may have replaced them since; None: it was not
         # connected when the view began
         self.members: dict[int, int | None] = {}
+        self._member_processes: dict[int, str] = {}  # the members' ranks -> their processes, as far as they are known
 
-    def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
-        self.connections[rank], self.addresses[rank] = connection, address
+    def connect(self, rank: int, connection: int, address: str, process: str, now_s: float) -> bool:
+        """Return whether this is the process of a member, which is back."""
+        self.connections[rank], self.addresses[rank], self._processes[rank] = connection, address, process
         self.heard_s[rank] = now_s
         self.in_doubt.discard(rank)
+        is_back = bool(process) and rank in self.members and self._member_processes.get(rank) == process
+        if is_back:
+            self.members[rank] = connection
+        return is_back
 
     def note_message(self, rank: int, now_s: float) -> None:
         if rank in self.heard_s:
@@ -90,17 +97,32 @@ class Roster:
         return quiet if len(quiet) <= _MOST_UNSTEADY else frozenset()
 
     def disconnect(self, rank: int) -> None:
-        for known in (self.connections, self.addresses, self.heard_s, self._quiet_s):
+        for known in (self.connections, self.addresses, self._processes, self.heard_s, self._quiet_s):
             known.pop(rank, None)
 
     def set_members(self, view: View) -> None:
         """Make the processes that are connected now the members of ``view``; those that were members before stay."""
         self.members = self.processes(view)
+        there = {rank: self._processes[rank] for rank in filter(self.is_connected, self.members)}
+        known = self._member_processes | there
+        self._member_processes = {rank: known[rank] for rank in self.members if rank in known}
 
     def processes(self, view: View) -> dict[int, int | None]:
         """Return the ranks of ``view`` and the connections of their processes, as far as is known."""
         ranks = self._rules.ranks(view.members)
         return {rank: self.members.get(rank, self.connections.get(rank)) for rank in ranks}
+
+    def process(self, rank: int) -> str:
+        """Return the name of a member's process; "" if it is unknown."""
+        return self._member_processes.get(rank, "")
+
+    def recognise(self, rank: int) -> bool:
+        """Take the connected process for the member whose process this one has not known, if that is so."""
+        is_unknown = rank in self.connections and rank in self.members and rank not in self._member_processes
+        if is_unknown:
+            self.members[rank] = self.connections[rank]
+            self._member_processes[rank] = self._processes[rank]
+        return is_unknown
 
     def is_from_member(self, rank: int, connection: int | None) -> bool:
         """Return whether a message is from a member; ``connection`` is None if it has ended since."""
@@ -143,6 +165,9 @@ class Reports:
     def keep(self, report: Report) -> None:
         self.last[report.rank] = report
         self.number += 1
+
+    def forget(self, rank: int) -> None:
+        self.last.pop(rank, None)
 
     def union(self, *names: str) -> frozenset[Any]:
         """Return what is in these fields of any last report."""

@@ -23,6 +23,7 @@ brackets, in which leaving it out makes two:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -69,8 +70,14 @@ class ViewChange:
         self._outbox = outbox
         self._ranks = rules.ranks(view.members)
         self._unsent = True  # whether others lack what this rank has to report
+        self.waiting = ""  # why no set of members that this rank hears may decide; "": one may
+        # ranks of members that were silent and have reported nothing since: they may have decided without this rank, so
+        # that they never count as gone
+        self._silent: set[int] = set()
         self._reports = Reports()
         self._began_s = outbox.now_s
+        self.has_waited = False
+        self._reunion_s = -math.inf  # when the first member was back for which this rank has waited
         self._num_ballots = 0
         self._yielded = False
         self._why_failed = ""  # why the last ballot chose nothing
@@ -100,13 +107,53 @@ class ViewChange:
 
     # What this rank observes and receives.
 
-    def extend(self, *, joining: Collection[int] = (), **facts: Collection[int]) -> None:
-        """Add what this rank has observed: replicas as in a `Report`."""
-        members = frozenset(self.view.members)
-        joining = self.mine.joining.union(joining) - members
-        mine = replace(self.mine, joining=joining).extended((members | joining) - {self._rules.replica}, **facts)
+    def extend(
+        self,
+        *,
+        joining: Collection[int] = (),
+        apart: Collection[int] = (),
+        gone: Collection[int] = (),
+        left: Collection[int] = (),
+        behind: Collection[int] = (),
+        restarted: Collection[int] = (),
+    ) -> None:
+        """Add what this rank has observed: replicas as in a `Report`, and members whose new processes ask to join."""
+        members, silent = frozenset(self.view.members), {self._rules.replica_of(rank) for rank in self._silent}
+        joining = self.mine.joining.union(frozenset(joining) - members)
+        mine = replace(self.mine, joining=joining).extended(
+            (members | joining) - {self._rules.replica},
+            apart={*apart, *silent.intersection((*gone, *left))},
+            gone=frozenset(gone) - silent,
+            left=frozenset(left) - silent,
+            behind=behind,
+            restarted=restarted,
+        )
         if mine != self.mine:
-            self.mine, self._unsent = mine, True
+            self._silent.update(self._rules.ranks(mine.apart - self.mine.apart))
+            self.mine, self._unsent, self.waiting = mine, True, ""
+
+    def tell(self, rank: int) -> None:
+        """Send the report to a rank that has connected; if it has adopted what follows, it says so."""
+        self._outbox.send([rank], Change(self.mine, self.why))
+
+    def meet_again(self, replica: int) -> None:
+        """Note that a member is connected again: the same process, which has adopted nothing unless it says so."""
+        if self.waiting:
+            self._reunion_s = self._outbox.now_s
+        self.mine, self._unsent, self.waiting = self.mine.without(replica), True, ""
+        for rank in self._rules.ranks((replica,)):
+            self._reports.forget(rank)
+        if self._proposal is None and (self.mine.accepted is None or self.mine.accepted.ballot < self.mine.ballot):
+            self._ballot_s, self._yielded = self._outbox.now_s, False
+        else:
+            self._promise(self.mine.ballot + 1)
+
+    def _forget_restarted(self) -> None:
+        """Take back that a member has ended whose new process is not connected any more: it may be elsewhere."""
+        restarted = self.mine.joining.intersection(self.view.members)
+        for replica in restarted - self._roster.replaced(restarted):
+            self.mine = self.mine.without(replica)
+            self.extend(apart={replica})
 
     def receive_report(self, report: Report) -> None:
         """Receive another rank's report."""
@@ -114,6 +161,7 @@ class ViewChange:
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return
         self._reports.keep(report)
+        self._silent.discard(report.rank)
         if report.ballot > self.mine.ballot:
             self._promise(report.ballot)
         # accusations by others that this rank's own observation supports
@@ -141,17 +189,22 @@ class ViewChange:
     def evaluate(self) -> NextView | str | None:
         """Report, propose and accept what is due. Return what to adopt, or None while it is open.
 
-        If no set of members that this rank hears may decide, it stops: then return why.
+        If no set of members that this rank hears may decide, it waits, and says why in `waiting`. Where all stop when
+        one is lost, return why instead.
         """
+        self._forget_restarted()
         while True:
             before = self.mine
-            self._give_up_on_mute_acceptors()
-            if why := self._failure():
-                self._why_failed = why
-                self._promise(self.mine.ballot + 1)
+            if not self.waiting:  # else no ballot can choose anything
+                self._give_up_on_mute_acceptors()
+                if why := self._failure():
+                    self._why_failed = why
+                    self._promise(self.mine.ballot + 1)
             self._report()
-            if why := self._why_stop():
-                return why
+            self.waiting = self._why_wait()
+            self.has_waited = self.has_waited or bool(self.waiting)
+            if self.waiting and not self._rules.continue_without_lost:
+                return self.waiting
             self._propose()
             self._accept()
             if (following := self._chosen()) is not None:
@@ -233,9 +286,11 @@ class ViewChange:
         return replica == self._rules.replica or (replica not in self.mine.lost and self._roster.reaches(replica))
 
     def _ended(self) -> frozenset[int]:
-        """Return the members that have ended, as far as a rank says and this one does not know better."""
-        told = self._reports.union("gone", "left")
-        return self.mine.gone.union(each for each in told if not self._hears(each))
+        """Return the members that have ended, as those say that this rank hears, unless it knows better."""
+        told = {each for each in self._reports.union("gone", "left") - self.mine.gone if not self._hears(each)}
+        reports = self._reports.last.items() if told else ()
+        heard = [each for rank, each in reports if self._hears(self._rules.replica_of(rank))]
+        return self.mine.gone.union(each for each in told if any(each in report.gone for report in heard))
 
     def _report(self) -> None:
         if self._unsent:
@@ -249,22 +304,29 @@ class ViewChange:
         there = self._rules.ranks(each for each in self.view.members if each not in self.mine.gone)
         self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
 
-    def _why_stop(self) -> str:
-        """Return why this rank stops, or "". It first waits until all that it hears know the same."""
+    def _why_wait(self) -> str:
+        """Return why no set of members that this rank hears may decide, or "". All that it hears are to know the same.
+
+        Where all stop when one is lost, the change has a longest time, too.
+        """
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
-        lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
-        joining = self.mine.joining - self.mine.lost
-        if waited_s >= _MOST_TURNS * turn_s:
+        lost, ticked, self._ticked = self.mine.lost.intersection(members), self._ticked, False
+        joining = self.mine.joining.difference(self.mine.lost.difference(members))
+        if (stops := not self._rules.continue_without_lost) and waited_s >= _MOST_TURNS * turn_s:
             last = f" (the last ballot failed: {self._why_failed})" if self._why_failed else ""
-            reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
-        elif lost and (refusal := self._refusal(lost, joining)) and self._roster.doubtful() <= self.mine.lost:
-            reason = refusal if waited_s >= _MUTE * turn_s or self._all_have_lost(lost) else ""
-        elif ticked and not self._silent(self._reports.last) and not self._reports.has_accepted:
-            # whom this rank can't hear may hear others, but no more than that
-            ended = self._ended()
-            best = self._best([each for each in members if each not in ended])
-            reason = self._refusal({*members}.difference(best), joining)
-        return reason
+            return f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
+        if lost and (refusal := self._refusal(lost, joining)) and self._roster.doubtful() <= self.mine.lost:
+            return refusal if waited_s >= _MUTE * turn_s or self._all_have_lost(lost) else ""
+        if not ticked:  # the search takes long
+            return self.waiting
+        if self._unreported(reports := self._current_reports()):
+            return ""
+        if self._reports.has_accepted and (stops or self._value_to_keep(reports) is not None):
+            return ""  # it may be adopted by members that don't all hear each other
+        ended = self._ended()
+        # where all stop, whom this rank can't hear may hear others, but no more than that
+        there = [each for each in members if (each not in ended if stops else self._hears(each))]
+        return self._refusal({*members}.difference(self._best(there)), joining)
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
@@ -276,10 +338,10 @@ class ViewChange:
             self.view, self._reports.last.values(), there, self._rules.ranks_per_replica, self._rules
         )
 
-    def _silent(self, reports: Mapping[int, Report]) -> set[int]:
+    def _unreported(self, reports: Mapping[int, Report]) -> set[int]:
         """Return the members that have reported nothing, of those that this rank has not lost."""
-        silent = {self._rules.replica_of(rank) for rank in self._ranks if rank not in reports}
-        return silent - self.mine.lost - {self._rules.replica}
+        unreported = {self._rules.replica_of(rank) for rank in self._ranks if rank not in reports}
+        return unreported - self.mine.lost - {self._rules.replica}
 
     def _current_reports(self) -> dict[int, Report]:
         """Return the reports of the current ballot by the ranks that this one has not lost."""
@@ -296,14 +358,17 @@ class ViewChange:
         if self._proposal is not None or self._proposer != self._rules.rank:
             return
         view, rules, reports = self.view, self._rules, self._current_reports()
-        if silent := self._silent(reports):
-            if self._waited_s >= _MUTE * self._turn_s:
-                self.extend(apart=silent)
+        if mute := self._unreported(reports):
+            if self._waited_s >= _MUTE * self._turn_s and not self.waiting:
+                self.extend(apart=mute)
             return
         if (value := self._value_to_keep(reports)) is not None:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
         broken = frozenset().union(*(report.lost for report in reports.values()))
+        is_reunion = self._outbox.now_s - self._reunion_s < _MUTE * self._turn_s  # the others are about to be back, too
+        if is_reunion and any(not each.apart.isdisjoint(view.members) for each in reports.values()):
+            return
         if not self._roster.doubtful() <= self.mine.lost or (
             len({report.joining - broken for report in reports.values()}) > 1
             and self._waited_s < _SAME_JOINERS * self._turn_s
@@ -348,14 +413,14 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        return not refusal(self.view, denying, self._rules, joining=following.joined)
+        return not refusal(self.view, denying, self._rules, joining=following.coming)
 
     def _accept(self) -> None:
         proposal, mine, ballot = self._proposal, self.mine, self.mine.ballot
         if proposal is None or (mine.accepted is not None and mine.accepted.ballot == ballot):
             return
         following, staying = proposal.following, proposal.following.staying
-        if self._refusal({*self.view.members}.difference(staying), following.joined):
+        if self._refusal({*self.view.members}.difference(staying), following.coming):
             return
         if not proposal.again and self._rules.replica in staying:
             has_heard_all = self._reports.last.keys() >= {*self._rules.ranks(staying)}
@@ -373,5 +438,5 @@ class ViewChange:
         following = proposal.following
         if proposal.again:
             lost = {each for each in self.view.members if not self._accepts.issuperset(ranks_of((each,)))}
-            return None if self._refusal(lost, following.joined) else following
+            return None if self._refusal(lost, following.coming) else following
         return following if self._accepts.issuperset(ranks_of(following.staying)) else None

@@ -27,7 +27,6 @@ class Views:
     def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
-        self._agreed: View | None = None  # see `agreed_view`
         self.adopted_last: NextView | None = None  # what ended the previous view; None before the first change
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
@@ -35,7 +34,8 @@ class Views:
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
-        self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
+        # replica -> its ranks that have asked to join -> the ranks to which each of them is connected
+        self._asked: dict[int, dict[int, frozenset[int]]] = {}
         self.replaced = False  # whether the others have stopped this process because another one has its place
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected, self._why_ejected = frozenset[int](), ""  # replicas that are to be members no more
@@ -60,11 +60,22 @@ class Views:
         return self.view if self.is_member else None
 
     @property
-    def agreed_view(self) -> View | None:
-        """The view after `last_view` that this rank accepted, and that others may have adopted; or None."""
-        mine = None if self.change is None else self.change.mine.accepted
-        agreed = self._agreed if mine is None else mine.following.view
-        return agreed if agreed is not None and agreed.id > self.view.id else None
+    def waiting(self) -> str:
+        """Why the change to the next view waits for members to be back; "": it does not, or there is none."""
+        return "" if self.change is None else self.change.waiting
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The members that a change which waits, or has waited, can't hear, or that have ended."""
+        if self.change is None or not self.change.has_waited:
+            return frozenset()
+        return (self.change.mine.lost - self.change.mine.left).intersection(self.view.members)
+
+    @property
+    def heard(self) -> tuple[int, ...]:
+        """The members of the view that this rank has not lost, itself included."""
+        lost = frozenset() if self.change is None else self.change.mine.lost
+        return tuple(each for each in self.view.members if each not in lost)
 
     @property
     def joining(self) -> frozenset[int]:
@@ -137,7 +148,7 @@ class Views:
 
     def _end_change(self) -> None:
         if self.change is not None:
-            self._agreed, self.change = self.agreed_view, None
+            self.change = None
             self._outbox.effects.timers[None] = None
 
     def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
@@ -170,6 +181,18 @@ class Views:
             unheard = {replica, *self._unheard()}
             self.end(words, gone={replica} if gone else (), apart=unheard - {replica} if gone else unheard)
 
+    def meet_again(self, rank: int) -> None:
+        """Process that a member is connected again, which this rank may have lost. What was on its way is lost."""
+        replica = self._rules.replica_of(rank)
+        change = self._begin_change(f"the connection to replica {replica} was interrupted")
+        if change is None:
+            return
+        if self._roster.reaches(replica):
+            change.meet_again(replica)
+        else:  # another rank of it is missing
+            change.tell(rank)
+        self._follow()
+
     def _unheard(self) -> frozenset[int]:
         """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
         return self._roster.unreached(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
@@ -184,6 +207,9 @@ class Views:
         if self.change is not None:
             self.change.tick()
             self._follow()
+            if self.waiting:  # a new connection shows both ends that they hear each other
+                there = self._rules.ranks(filter(self._roster.reaches, self.missing))
+                self._hang_up_on(filter(self._roster.is_connected, there))
         else:
             self._go_on_without_ejected(at_once=True)
 
@@ -271,6 +297,8 @@ class Views:
                 to try again.
         """
         replica, joining, members = self._rules.replica_of(rank), self.joining, self.view.members
+        is_member = replica in members  # or rather was: this is another process
+        needed = {*self.heard} - {replica}
         if self._roster.is_connected(rank):
             if self.view is not self._first:
                 return  # it has joined already, by the request to another member
@@ -283,21 +311,22 @@ class Views:
         elif (
             (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
             or len(joining - {replica}) >= MOST_JOINERS
-            or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
+            or not connected.issuperset(self._rules.ranks(needed if is_member else needed | joining - {replica}))
         ):
-            self._outbox.send([rank], Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN)
+            why = self.closed_to_joiners or (f"the members wait: {self.waiting}" if self.waiting else "")
+            self._outbox.send([rank], Refused(why) if why else _TRY_AGAIN)
         else:
             self._ended_early.discard(replica)
-            asked = self._asked.setdefault(replica, set())
-            asked.add(rank)
-            if self.closed_to_joiners:
+            asked = self._asked.setdefault(replica, {})
+            asked[rank] = connected
+            if self.closed_to_joiners and not (is_member and self.waiting):
                 self._outbox.send([rank], Refused(self.closed_to_joiners))
                 self._let_in()
                 self._follow()
             elif len(asked) < self._rules.ranks_per_replica:
                 pass
-            elif replica in members:  # it is back before its loss was noticed: lose it first
-                self.end(f"replica {replica} was restarted", gone=frozenset({replica}))
+            elif is_member:  # its old process has ended, whatever this rank knew of it
+                self.end(f"replica {replica} was restarted", restarted=frozenset({replica}))
             else:
                 self._admit([replica])
 
@@ -306,6 +335,12 @@ class Views:
         now_s = self._outbox.now_s
         self._estranged = {each: s for each, s in self._estranged.items() if s > now_s and each != replica}
         return bool(self._estranged)
+
+    def _is_connected_to(self, replica: int, replicas: Collection[int]) -> bool:
+        """Return whether all ranks of a replica were connected to all of others when they last asked to join."""
+        asked = self._asked.get(replica, {})
+        needed = self._rules.ranks(replicas)
+        return len(asked) == self._rules.ranks_per_replica and all(each.issuperset(needed) for each in asked.values())
 
     def _complete(self) -> list[int]:
         """Return the replicas of which all ranks have asked to join."""
@@ -336,9 +371,7 @@ class Views:
             self._adopt(outcome)
         elif change is not None and outcome is not None:
             lost = sorted(change.mine.lost.intersection(self.view.members))
-            words = f"{change.why}: {outcome}. Committed rounds stay committed."
-            if lost and not self._rules.continue_without_lost:
-                words = _all_stop(change.why)
+            words = _all_stop(change.why) if lost else f"{change.why}: {outcome}. Committed rounds stay committed."
             self._rounds.reason = change.why
             self.close(ReplicaLostError(words, replicas=lost), change.committed)
             self._hang_up_on(self.others())
@@ -393,15 +426,16 @@ class Views:
             self.end(words, apart=unheard - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
-        waiting = [
-            each for each in dict.fromkeys((*self._complete(), *sorted(mine.joining))) if each not in self.view.members
-        ]
-        # they may not be connected to those that have just joined
-        again = [each for each in waiting if following.joined or each in mine.joining or self.closed_to_joiners]
-        for replica in again:
-            self._asked.pop(replica, None)
-            self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
-        self._admit([each for each in waiting if each not in again][:MOST_JOINERS])
+        asking = dict.fromkeys((*self._complete(), *sorted(mine.joining)))
+        admitted: list[int] = []
+        for replica in [each for each in asking if each not in self.view.members]:
+            # it may not be connected to those that have just joined, or are about to
+            if self.closed_to_joiners or not self._is_connected_to(replica, {*self.view.members, *admitted}):
+                self._asked.pop(replica, None)
+                self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
+            elif len(admitted) < MOST_JOINERS:
+                admitted.append(replica)
+        self._admit(admitted)
         if self.change is None:
             self._go_on_without_ejected()
 

@@ -22,7 +22,7 @@ from diloco.membership import GREATEST, Candidate, Count, Digest, NextView, Rank
 from diloco.units import diff, visible
 from diloco.waiting import described
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -37,7 +37,7 @@ class WireMessage(Struct, tag_field="kind", tag=str.lower, forbid_unknown_fields
     """A message that one process sends to another. Its texts for users are printable."""
 
     def __post_init__(self) -> None:
-        for name in ("reason", "why", "withdrawn", "refused"):
+        for name in ("reason", "why", "withdrawn", "refused", "waiting"):
             if text := getattr(self, name, ""):
                 setattr(self, name, visible(text, _MOST_WORDS))
 
@@ -222,7 +222,9 @@ class Ask(WireMessage):
 
     entry: Entry
     unreachable: Rank | None = None  # a member that is to open the connection to the sender, which can't
-    members: Ranks = ()  # the replicas of the view in which the sender goes on; empty: it looks for one
+    # the replicas of the view in which the sender goes on, or of its view that it hears; empty: it looks for one
+    members: Ranks = ()
+    waits: bool = False  # whether it waits for others
 
 
 class Members(WireMessage, dict=True):
@@ -233,6 +235,8 @@ class Members(WireMessage, dict=True):
     step: Count = 0  # inner steps that the member has begun to synchronise
     swarm: _Swarm = ""  # the swarm's name, chosen by its founder; "": it is none
     founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
+    # why these members wait for others to be back, of whom they don't know whether they go on elsewhere; "": they don't
+    waiting: Words = ""
 
     def __post_init__(self) -> None:
         if not self.swarm.isprintable() or not self.members:
@@ -247,7 +251,6 @@ class Looking(WireMessage):
     """The sender is looking for the members, too."""
 
     candidate: Candidate
-    was: _Swarm = ""  # the swarm that it was a member of
 
 
 class Over(WireMessage):

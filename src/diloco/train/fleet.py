@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Site
-from diloco.membership import Candidate, Count, NextView, Ranks, View, refusal
+from diloco.membership import Count, NextView
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.transport import (
     Directory,
@@ -39,7 +38,6 @@ _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of
 class WelcomeNote(WireMessage):
     """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
 
-    gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
     begun: bool = False  # whether training has begun
     shares: Shares | None = None  # who draws which data, in a run whose replicas join and leave
     steps: Count = 0  # inner steps that the member has finished
@@ -62,7 +60,6 @@ class Fleet:
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
     joining: bool = False  # whether the others were already training when this process joined or rejoined
-    gathering: bool = False  # whether a view founded after a loss still has too few members
     begun: bool = True  # whether there have been enough replicas to start training
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
     counted: tuple[int, int] = (0, 0)  # inner steps finished, and sequences of all replicas in them: told to who joins
@@ -87,10 +84,7 @@ class Fleet:
         self._replicas, self._margin, self._batch_size = 1, 0, 1
         self._changed = threading.Condition()
         self._news: list[tuple[NextView, str]] = []
-        self._lost_view: View | None = None
-        self._me: Candidate | None = None  # what this replica has been and promised when it last lost its view
         self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
-        self._searching = False  # whether it has lost its view and not found the others again
         self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
         self.shares = Shares.of((0,))  # who draws which data, in an elastic run
         self._assignments: tuple[Assignment, ...] = ()
@@ -279,6 +273,11 @@ class Fleet:
         else:
             self.roll.ask_to_stop()
 
+    def end_steps(self) -> None:
+        """Wait for no lost replicas any more, as this one takes no more steps."""
+        if self._directory is not None:
+            self._directory.transport.end_steps()
+
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """Return the step after which all replicas stop, or None; ``wanted``: whether this process wants to stop."""
         if self.elastic:  # each replica stops on its own, and the others continue
@@ -330,73 +329,35 @@ class Fleet:
             ) from error
         self.counted = note.steps, note.sequences
         with self._changed:
-            if note.gathers:
-                self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
             if self.elastic and note.shares is not None:
                 self.begun, self._taken = note.begun, ()
                 self._share(note.shares, self.num_members)
         return step
 
     def rejoin(self, patience_s: float) -> None:
-        """Find the other replicas after losing them, or found another view for the replicas that also search.
+        """Find the other replicas, which have gone on without this one.
 
         After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
         """
-        lost, state = self.directory.transport, self.state_dict()
+        lost = self.directory.transport
         self._identities |= lost.connections.identities
-        last = lost.views.last_view
-        if self._me is None or (last and not self._searching):  # else what it promised earlier still holds
-            last = last or self._lost_view
-            assert last is not None, "only a member can lose the others"
-            if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
-                last = replace(self._lost_view, id=last.id)
-            self._lost_view, self.gathering = last, False
-            self._me = Candidate(lost.replica, lost.step, last, lost.views.agreed_view)
+        last = lost.views.last_view or self.directory.last
+        assert last is not None, "only a member can lose the others"
         try:
             self._listening = self._listening or lost.connections.streams.keep()
-            self._searching = True
             lost.close()
             listening = self._listening and self._listening.dup()
-            again = Lost(self.directory, self._me, dict(self._identities), patience_s, listening)
+            again = Lost(self.directory, last, dict(self._identities), patience_s, listening)
             self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
         except OSError as error:  # another program has its port, say, or it has no descriptor left
             raise TransportError(f"replica {lost.replica} can't listen for the others: {error}.") from error
         self._stop_listening()
-        self._searching = False
-        self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
-        if not self.joining:
-            self.load_state_dict(state)
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-
-    def gather(self, timeout_s: float) -> None:
-        """Wait in a founded view until the replicas outside it are too few to continue from the lost view."""
-        if not self.gathering:
-            return
-        last = self._lost_view
-        assert last is not None, "the others were lost"
-        until_s = time.monotonic() + timeout_s
-        with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
-            while not (self._enough(self.transport.view) or self.transport.failure) and time.monotonic() < until_s:
-                self._changed.wait(0.2)  # a failure notifies nobody
-        if not self._enough(self.transport.view):
-            names = self.transport.names()
-            missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
-            raise RendezvousError(
-                f"Too few of {len(last.members)} replicas rejoined; missing: "
-                f"{', '.join(names.get(each, each) for each in missing)}. They may be training without this one, which "
-                "takes no step until more have rejoined. Start the missing replicas."
-            )
-        self.gathering = False
-
-    def _enough(self, view: View) -> bool:
-        """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
-        last, rules = self._lost_view, self.directory.transport.rules
-        return last is None or not refusal(last, {*last.members} - {*view.members}, rules)
 
     # View changes, in the control thread.
 
@@ -414,10 +375,8 @@ class Fleet:
                 )
                 self._share(shares, len(view.members))
             self._news.append((following, self.directory.transport.reason))
-            lacks = self.gathering and not self._enough(view)
             self._changed.notify_all()
-            gathers = self._lost_view.members if lacks and self._lost_view else ()
-            note = WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
+            note = WelcomeNote(self.begun, self.shares) if self.elastic else WelcomeNote()
             return msgspec.structs.replace(note, steps=self.counted[0], sequences=self.counted[1])
 
     def _share(self, shares: Shares, members: int = 0) -> None:

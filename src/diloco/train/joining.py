@@ -30,7 +30,6 @@ from diloco.train.state import checkpoint_of, load_session, replicas_in
 from diloco.units import diff
 from diloco.waiting import waiting_for
 
-_GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
 
 OTHERS = "the other replicas"  # what a replica continues from that joins them
@@ -113,20 +112,16 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         if left and session.settings.data.local:
             emit(Note(step=step, text=_share_lost(fleet, left)))
     failure = fleet.failure()
-    lost, replaced = failure is not None, fleet.directory.transport.views.replaced
-    if not (lost or fleet.gathering) or stop.signal is not None:
+    if failure is None or stop.signal is not None:
         return
-    if lost:
-        emit(Lost(step=step, reason=str(failure)))
+    emit(Lost(step=step, reason=str(failure)))
+    # a process that is replaced isn't told that the run has ended: the others know only the new process
+    replaced = fleet.directory.transport.views.replaced
+    patience_s = session.settings.network.start_timeout_s if replaced else math.inf
     try:
         while True:
             try:
-                if lost:  # otherwise it has just joined a view that waits for more replicas
-                    # a process that is replaced isn't told that the run has ended: the others know only the new process
-                    _rejoin(session, fleet, stop, session.settings.network.start_timeout_s if replaced else math.inf)
-                lost, replaced = True, False  # if too few replicas come, so that the next attempt rejoins
-                with stop.interrupting():
-                    fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
+                _rejoin(session, fleet, stop, patience_s)
                 break
             except (RunFinishedError, EjectedError):
                 raise
@@ -143,8 +138,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "has rejoined the others" if len(fleet.transport.view.members) > 1 else "continues alone"
-    emit(Note(step=session.totals.steps, text=f"This replica {how}."))
+    emit(Note(step=session.totals.steps, text="This replica has rejoined the others."))
 
 
 def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
@@ -158,9 +152,8 @@ def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
 def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float) -> None:
     """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
-    If all replicas have lost each other, one of them founds another view instead, in which `Fleet.gather` waits.
-    During the shared start there is no state to adopt yet: a replica that finds the others waits for its end, and a
-    replica that founds a view ends it. After a `TransportError` the call may be repeated.
+    During the shared start there is no state to adopt yet: a replica that finds the others waits for its end. After a
+    `TransportError` the call may be repeated.
     """
     (replica,) = session.replicas
     if replica.diloco is not None:
@@ -171,12 +164,6 @@ def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float
     replica.gradients.transport = fleet.transport
     if replica.diloco is not None:
         replica.diloco.change_transport(fleet.transport)
-    if not fleet.joining:  # it has founded a view, which the others may join
-        if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
-            session.end_shared_start()
-        session.open_to_joiners()
-        fleet.gathering = replica.diloco is not None  # a run that averages gradients can't be joined
-        return
     session.open_to_joiners()
     if replica.diloco is not None:
         replica.diloco.take_over(fleet.transport.view.members, keep_work=True)

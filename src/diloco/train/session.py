@@ -288,6 +288,7 @@ class Session:
 
     def drain(self) -> None:
         """Merge all fragments in flight, at the end of a run."""
+        self.fleet.end_steps()
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()

@@ -16,7 +16,6 @@ from .peers.connect import MeetingPlace as MeetingPlace
 from .peers.connect import connect as connect
 from .peers.connect import join as join
 from .peers.directory import Directory as Directory
-from .peers.directory import Looking as Looking
 from .peers.directory import Lost as Lost
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport

@@ -54,11 +54,14 @@ class Hello(WireMessage):
     rank: Rank
     address: Annotated[str, Meta(max_length=300)]  # where it listens
     hello: _Name = ""  # the name of this hello
+    process: _Name = ""  # the name of the sender's process
+    expected: _Name = ""  # the name of the process that is to answer; "": any
 
 
 class Greeting(WireMessage):
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
+    process: _Name = ""  # the name of the sender's process
 
 
 Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -84,6 +87,7 @@ class ConnectionManager(ControlThread):
         super().__init__(rules)
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
+        self.process = secrets.token_hex(8)  # its name: that of its part in the run, from its first view to its last
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         # topic of a `Store` -> what is called with the sender's rank and the value
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
@@ -193,12 +197,16 @@ class ConnectionManager(ControlThread):
             return Refused(f"rank {rank} is that of {known}, which has another key, until the others have lost it")
         return None
 
-    async def connect(self, entry: Entry) -> None:
+    async def connect(self, entry: Entry, expected: str = "") -> None:
         """Open the connection to a rank.
+
+        Args:
+            expected: the name of the process that is to answer; "": any.
 
         Raises:
             OSError: Nothing answers at its address.
-            TransportError: A process with another key answers there, or it refuses.
+            RefusedError: It refuses, for example as it is another process.
+            TransportError: A process with another key answers there.
             ConfigurationError: Its address isn't one.
         """
         rank, address = entry.rank, self.streams.locate(entry)
@@ -208,13 +216,15 @@ class ConnectionManager(ControlThread):
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
-            answer = await ask((reader, writer), Hello(self.rank, str(self.address), mine[0]), Greeting)
+            hello = Hello(self.rank, str(self.address), mine[0], self.process, expected)
+            answer = await ask((reader, writer), hello, Greeting)
             if answer.rank != rank:
                 raise TransportError(
                     f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be "
                     "using that port."
                 )
-            self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
+            stream, crossed = (reader, writer), answer.crossed
+            self._register(rank, address, stream, mine[0], answer.process, opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self.peers:
@@ -283,6 +293,9 @@ class ConnectionManager(ControlThread):
     async def _greet(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
         rank, address = hello.rank, self.streams.address(hello.address, writer)
+        if hello.expected not in ("", self.process):
+            writer.write(pack(Refused("this is another process")))
+            return
         if rank == self.rank or rank >= self.most_ranks:
             return
         crossed, answered = self._hellos.get(rank, ("", None))
@@ -295,8 +308,8 @@ class ConnectionManager(ControlThread):
             return
         if (known := self.entries.get(rank)) is not None and known.key != self.streams.identity(writer):
             del self.entries[rank]
-        writer.write(pack(Greeting(self.rank, crossed)))
-        self._register(rank, address, (reader, writer), hello.hello, opened=False)
+        writer.write(pack(Greeting(self.rank, crossed, self.process)))
+        self._register(rank, address, (reader, writer), hello.hello, hello.process, opened=False)
 
     def _is_anothers(self, rank: int, key: str) -> bool:
         """Return whether a rank is that of another key. Who only asked a member in that number keeps nobody out."""
@@ -306,7 +319,7 @@ class ConnectionManager(ControlThread):
         return rank in self._members or not (self.rank in self._members or self.streams.owns(key, rank))
 
     def _register(
-        self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
+        self, rank: int, address: Address, stream: Stream, token: str, process: str, *, opened: bool, crossed: str = ""
     ) -> None:
         reader, writer = stream
         if not self.streams.is_current(writer):
@@ -320,7 +333,7 @@ class ConnectionManager(ControlThread):
         peer = Peer(rank, number, address, writer, token, opened, trusted, crossed, link)
         self.peers[rank] = peer
         self.on_peer(peer)
-        self.handle(Connected(rank, number, str(address)))
+        self.handle(Connected(rank, number, str(address), process))
         peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()
         keys = (self.streams.identity(writer),)

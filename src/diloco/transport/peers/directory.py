@@ -1,8 +1,11 @@
 """The directory of a run: each process answers who the members are, and one that looks for them asks.
 
-An answer is the table of the members, that the process asked is looking for them, too, or a refusal. A process that
-finds no member founds a view, if it is elected among those that are looking. It is the same over TCP and in a swarm,
-at the start of a swarm and after a process has lost its view; only where to ask differs.
+An answer is the table of the members, that the process asked is looking for them, too, or a refusal. It is the same
+over TCP and in a swarm, at the start of a swarm and after a process has lost its view; only where to ask differs. Where
+a run begins and nobody is a member, one of those that are looking founds the first view.
+
+Members of a view that waits for others look for these, again and again: who is still in the view is connected again,
+and who has been started again hears of them, and joins them.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import Candidate, View, founded_view, missing_members
-from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, note, table_of
+from diloco.membership import Candidate, View, choose_founder, names_of
+from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, Yielded, note, table_of
 from diloco.protocol import Looking as Looking
 from diloco.protocol import Members as Members
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import few_at_once, pauses
-from diloco.transport.connections.streams import Done, NotNowError, question, say, within
+from diloco.transport.connections.streams import Done, NotNowError, RefusedError, question, say, within
 from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
@@ -39,7 +42,7 @@ class Lost:
     """A view that a rank has lost, and what it needs to find the others again."""
 
     directory: Directory  # with which it had found them; its transport is closed
-    me: Candidate  # what the rank has been and promised; its vote is recorded there
+    last: View  # the newest view that it was a member of
     identities: Mapping[int, str]  # of members by rank, as others can't speak in their name
     patience_s: float  # how long it searches
     listening: socket.socket | None = None  # over TCP, what `TcpStreams.keep` returned; closed with the next transport
@@ -72,9 +75,10 @@ class Directory:
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
-        self.me = lost.me if lost else Candidate(transport.replica, held_step, founds=founds)
+        self.last = lost.last if lost else None  # the newest view that it was a member of, and was left out of
+        self.me = Candidate(transport.replica, held_step, founds=founds and lost is None)
         self.identities = lost.identities if lost else {}
-        self.join_window_s, self.alone = join_window_s, alone and self.me.last is None
+        self.join_window_s, self.alone = join_window_s, alone and lost is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
         self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
@@ -105,6 +109,8 @@ class Directory:
 
     def open_up(self) -> None:
         """Let others know of this process, which has begun. For the training thread."""
+        if self.transport.rules.continue_without_lost:
+            self.connections.post(lambda: self.connections.begin(self._look_for_lost()))
 
     def listens_at(self) -> tuple[str, ...]:
         """Return where others can join, loopback addresses last. For the training thread."""
@@ -146,7 +152,7 @@ class Directory:
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
-        last, replica_of = self.me.last, self.transport.rules.replica_of
+        last, replica_of = self.last, self.transport.rules.replica_of
         members = {*map(replica_of, self.known)} if last is None else {*last.members}
         over = not self.transport.finishers.isdisjoint(members)
         return "the others have finished the run, and no member is left to join." if over else ""
@@ -159,13 +165,13 @@ class Directory:
         return f"{self.awaited()}{limit}"
 
     def awaited(self) -> str:
-        number = "other" if self.me.last is None else len(self.me.last.members)
-        return f"enough of the {number} replicas to continue ({1 + len(self.looking)} of them are searching)"
+        return f"a member of the run that goes on without this replica ({len(self.looking)} more are looking for one)"
 
     def nobody(self, why: Mapping[str, str]) -> str:
         return (
             f"replica {self.me.number} has searched for the others for {self.patience_s:g} s, its limit, and "
-            f"found {len(self.looking)} that are also searching. Its state is saved."
+            f"found {len(self.looking)} that are also searching. Its state is saved. If the others have ended for "
+            "good, start this one again from its checkpoint."
         )
 
     async def announce_end(self) -> None:
@@ -256,8 +262,10 @@ class Directory:
             refusals: list[RendezvousError] = []
             self.postponed = ""
             there = False  # whether a member answers, even if it can't be joined now
-            # what most say comes first: without a secret anybody may answer
-            for place, answer in sorted(answers.items(), key=lambda item: -votes.get(item[0], 0)):
+            # what most say comes first: without a secret anybody may answer; and members that go on before those that
+            # wait for others
+            waiting = {place for place, each in tables.items() if each.waiting}
+            for place, answer in sorted(answers.items(), key=lambda item: (item[0] in waiting, -votes.get(item[0], 0))):
                 try:
                     if isinstance(answer, Exception):
                         raise answer
@@ -280,25 +288,19 @@ class Directory:
                         why.setdefault(str(place), "no answer")
             if refusals and not there:
                 raise refusals[0]
-            self.looking = [
-                each.candidate if each.was == self.was else _without_views(each.candidate)
-                for each in answers.values()
-                if isinstance(each, Looking)
-            ]
+            self.looking = [each.candidate for each in answers.values() if isinstance(each, Looking)]
             await self.examine(answers)
             waited_s = asked_s - known_s
             if not there and not self.begins:
                 if over := self.over():
                     raise RunFinishedError(over)
-                may_found = self.may_found(answers, waited_s)
-                if may_found and (self.alone or waited_s >= self.join_window_s):
-                    rules, left = self.transport.rules, self.transport.finishers
-                    if view := founded_view(self.me, self.looking, rules, left=left, alone=self.alone):
-                        return view
+                may_found = self.may_found(answers, waited_s) and (self.alone or waited_s >= self.join_window_s)
+                if may_found and (self.alone or choose_founder([self.me, *self.looking]) == self.me.number):
+                    return View(0, (self.me.number,))
             if self.postponed:  # they are there, and say so again and again
                 until_s = max(until_s, clock.time() + self.patience_s)
             if clock.time() >= until_s:
-                raise RendezvousError(self.nobody(why) + missing_members(self.me, self.looking))
+                raise RendezvousError(self.nobody(why))
             await asyncio.sleep(next(pauses_s))
 
     async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
@@ -310,12 +312,7 @@ class Directory:
             OSError, EOFError, TransportError: it can't be reached.
         """
         stream = await self.connections.open(address)
-        identity = self.connections.streams.identity(stream[1])
         answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
-        if isinstance(answer, Looking) and self.me.last is not None:
-            number = answer.candidate.number
-            if self.identities.get(self.transport.rules.ranks([number])[0], identity) != identity:
-                raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
@@ -407,14 +404,46 @@ class Directory:
                         await self.connect(answer)
                         return
 
+    # Looking for members that are lost.
+
+    async def _look_for_lost(self) -> None:
+        """Look, again and again, for the members for whom a view change waits."""
+        views, pauses_s = self.transport.views, pauses(*self.pauses_s, seed=self.entry.address)
+        while True:
+            await asyncio.sleep(next(pauses_s))
+            await few_at_once(self._dial_lost, self.transport.rules.ranks(sorted(views.missing)))
+
+    async def _dial_lost(self, rank: int) -> None:
+        """Connect to a member again. If another process answers in its place, let it know of this one, or follow it."""
+        connections, process = self.connections, self.connections.machine.roster.process(rank)
+        with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
+            if rank in connections.peers:  # a process that was started again, which is about to join
+                return
+            entry, wait_s = self.known[rank], self.transport.rules.silence_s
+            try:
+                await within(wait_s, connections.connect(entry, process))
+            except RefusedError:
+                address = connections.streams.locate(entry)
+                stream = await within(wait_s, connections.reach(address, entry.key))
+                answer = await question(stream, address, Ask(self.entry, None, self.members, True), self.answers)
+                self._follow_other(rank, answer)
+
+    def _follow_other(self, rank: int, answer: object) -> None:
+        """Stop if a process that was started again is a member elsewhere: the others went on without this one."""
+        replica = self.transport.rules.replica_of(rank)
+        if isinstance(answer, Members) and replica in answer.members and self.transport.views.waiting:
+            why = f"replica {replica} was started again, and {names_of(answer.members)} went on without this replica."
+            self.connections.handle(Yielded(why))
+
     # Answering.
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of the view; empty while this process is not a member itself."""
-        if self.transport.views.last_view is None or self.transport.failure is not None:
+        """The members of the view, or those that this process hears if it waits for others; empty if it is none."""
+        views = self.transport.views
+        if views.last_view is None or self.transport.failure is not None:
             return ()  # who is asked before the start has no view to read
-        members = self.transport.view.members
+        members = views.heard if views.waiting else self.transport.view.members
         return members if self.transport.replica in members else ()
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -422,8 +451,9 @@ class Directory:
         streams.locate(entry)  # all others would fail at an address that is none
         if entry.key != streams.identity(writer):
             return
+        self._yield_to(entry)
         if self.searches:
-            answer: WireMessage = Looking(self.me, self.was)
+            answer: WireMessage = Looking(self.me)
         elif not self.members:
             answer = Refused("it is joining itself")
         elif refused := await self._refusal(entry, writer):
@@ -439,8 +469,18 @@ class Directory:
             known = table_of(self.known[rank] for rank in sorted(told))
             if asked.unreachable is not None and asked.unreachable in ours:
                 self.connections.send(asked.unreachable, Introduce(entry))
-            answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)
+            step, waiting = self.transport.step, self.transport.views.waiting
+            answer = Members(known, self.members, step, self.swarm, self.founded_step, waiting)
         await say(answer, reader, writer)
+
+    def _yield_to(self, entry: Entry) -> None:
+        """Stop waiting for a member that was started again, and was further than anybody of this view can be."""
+        replica, known = self.transport.rules.replica_of(entry.rank), self.known.get(entry.rank)
+        if replica not in self.transport.views.missing or known is None or known.key != entry.key:
+            return
+        if entry.held_step > self.connections.machine.rounds.greatest_step:
+            why = f"replica {replica} has a checkpoint of step {entry.held_step}: the others went on without this one."
+            self.connections.handle(Yielded(why))
 
     async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> Refused | None:
         if entry.rank >= self.connections.most_ranks:
@@ -463,8 +503,3 @@ class Directory:
         known = self.connections.identities or self.identities
         known = known or {rank: entry.key for rank, entry in self.known.items()}
         return identity in map(known.get, self.transport.rules.ranks([replica]))
-
-
-def _without_views(candidate: Candidate) -> Candidate:
-    """Return the announcement of a process without its views, which are those of another history."""
-    return Candidate(candidate.number, candidate.held_step, founds=candidate.founds)

@@ -13,7 +13,7 @@ import torch
 
 from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.devices import side_stream
-from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Commit, Computed, Exchanged, GiveVerdict, Submitted, header_of
 from diloco.transport.connections.links import PeerLinks
@@ -62,9 +62,14 @@ class PeerPending:
             raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
         started_s = elapsed_s()
         allowed_s = self.transport.rules.guard_s
-        if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            words = f"{self.round} was not decided within {allowed_s:g} s. Nothing was applied."
-            raise RoundTimeoutError(words, round=str(self.round))
+        while not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
+            views, words = self.transport.views, f"{self.round} was not decided within {allowed_s:g} s"
+            if not views.waiting:
+                raise RoundTimeoutError(f"{words}. Nothing was applied.", round=str(self.round))
+            if self.transport.rules.raise_on_loss:
+                raise ReplicaLostError(
+                    f"{words}: {views.waiting}. Nothing was applied.", replicas=sorted(views.missing)
+                )
         outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None
         waited_s = elapsed_s() - started_s

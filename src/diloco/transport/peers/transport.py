@@ -92,6 +92,7 @@ class PeerTransport(BackgroundTransport):
         self._ticked_s, self._waited_s = elapsed_s(), 0.0
         self._state = StateTransfer(self.connections)
         self._calling: set[int] = set()  # ranks to which connections are being opened, as they can't
+        self._waiting: contextlib.ExitStack | None = None  # reports that a view change waits for members
 
     @property
     def address(self) -> Address:
@@ -276,6 +277,10 @@ class PeerTransport(BackgroundTransport):
         """Leave without waiting for the others. For any thread."""
         self._post(Left())
 
+    def end_steps(self) -> None:
+        """Wait for no lost members any more, as this rank takes no more steps; rounds in flight may end yet."""
+        self._post(Left(if_waiting=True))
+
     def close(self) -> None:
         """End all connections within seconds. Operations that wait in other threads fail at once.
 
@@ -289,6 +294,7 @@ class PeerTransport(BackgroundTransport):
         left = TransportError(self.connections.left)
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
             self._call(Closed(left), _ENDING_S)
+        self._note_waiting("")
         self._rounds.close(left)  # contributions that have not reached the machine
         self.connections.close()
         self._rounds.wait_for_threads()
@@ -395,6 +401,7 @@ class PeerTransport(BackgroundTransport):
             (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
+            (self._note_waiting, [(effects.waiting,)]),
             (self._note_answer, [(effects.answer,)] if effects.answer is not None else []),
         ]
 
@@ -411,6 +418,22 @@ class PeerTransport(BackgroundTransport):
             if self.order:
                 self.connections.send(rank, Store("order", self.order))
             self.connections.send(rank, Welcome(following, note))
+
+    def _note_waiting(self, why: str) -> None:
+        """Report, from time to time, for whom a view change waits, as long as it does."""
+        if why and self._waiting is None and not self.connections.left:
+            self._waiting = contextlib.ExitStack()
+            self._waiting.enter_context(waiting_for(self._awaited))
+        elif not why and self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
+    def _awaited(self) -> str:
+        missing = self.views.missing
+        return (
+            f"{names_of(missing) if missing else 'other replicas'} to be back ({self.views.waiting}; start again those "
+            "that have ended, or end this replica, whose state is then saved, and resume it without them)"
+        )
 
     def _register(self, entry: Entry) -> None:
         if entry.key != self.connections.identity(entry.rank):

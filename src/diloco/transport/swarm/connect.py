@@ -136,7 +136,7 @@ class SwarmDirectory(Directory):
             if visit.objection and (visit.same_run or not leads_on):
                 objections.append(f"the peer at {given[peer_id][0]} answers, but {visit.objection}.")
         self._objections = " ".join(sorted(objections))
-        if objections and not may_answer and self.me.last is None:
+        if objections and not may_answer and self.last is None:
             raise RendezvousError(self._objections)
 
     async def announce(self) -> None:
@@ -152,6 +152,7 @@ class SwarmDirectory(Directory):
             raise TransportError(f"this peer could not be announced ({in_short(error)})") from error
 
     def open_up(self) -> None:
+        super().open_up()
         if not self.joining:
             self.connections.call(self.announce())  # before other peers search
         serve_status(self, self._place.status)
@@ -238,7 +239,7 @@ class SwarmDirectory(Directory):
     @property
     def _lost_swarm(self) -> str:
         """The swarm that this peer was a member of since its process began; "": none."""
-        return "" if self.me.last is None else self.was
+        return "" if self.last is None else self.was
 
     # Orders of the founder.
 
@@ -332,13 +333,13 @@ class SwarmDirectory(Directory):
             if (each.peer_id in before if each.swarm else each.number < mine and each.age_s < silence_s)
         }
         unheard = any(isinstance(answers.get(PeerAddress(each)), Exception) for each in self._before)
-        yields = unheard and self.me.last is None and waited_s < self.patience_s * _YIELDS
-        in_the_dark = self.me.last is None and self._streams.look_up_failure
+        yields = unheard and self.last is None and waited_s < self.patience_s * _YIELDS
+        in_the_dark = self.last is None and self._streams.look_up_failure
         return not yields and not in_the_dark and not (self.me.held_step < 0 and self._had_members())
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._lost_swarm in ("", each.swarm)]
-        known = 1 if self.me.last is None else len(self.me.last.members)
+        known = 1 if self.last is None else len(self.last.members)
         finished = sum(each.finished for each in ours)  # without a secret anybody may write one
         if 2 * finished < max(known, len(ours)) or not (self._lost_swarm or self.me.held_step < 0):
             return ""
@@ -349,7 +350,7 @@ class SwarmDirectory(Directory):
 
     def awaited(self) -> str:
         run = self._place.admission.run
-        if self.me.last is not None:
+        if self.last is not None:
             return f"{super().awaited()}, of run {run!r}"
         return f"a member of run {run!r}{self._hint()}"
 

@@ -160,7 +160,8 @@ def connect_tcp(
             ``whole``: each rank holds the whole model (DistributedDataParallel), and the first rank communicates for
             all. ``sharded``: each rank holds shards of the model (FSDP2) and communicates for its shards.
         on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
-            others. ``continue``: the others continue in a smaller view.
+            others. ``continue``: the others continue in a smaller view, and those that are too few wait until enough
+            are back, at most `Rules.guard_s`.
         facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
         listen: where to listen, ``HOST:PORT`` or ``HOST:FIRST-LAST``; default: any port of the address of this machine
             from which the rendezvous is reached.

@@ -44,6 +44,7 @@ class Gathering(WireMessage):
 
     known: Table  # of those that have come
     refused: Words = ""  # why the last one was refused that did not fit
+    member: Entry | None = None  # a member of a view that waits for others; None: none is known
 
 
 class TcpDirectory(Directory):
@@ -67,7 +68,7 @@ class TcpDirectory(Directory):
         **more: Any,
     ) -> None:
         super().__init__(transport, **more)
-        self.begins = self.me.last is None
+        self.begins = self.last is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._missing = "an answer"
@@ -79,19 +80,23 @@ class TcpDirectory(Directory):
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[bytes, float]] = {}  # rank -> the last process that came, and when
         self._refused = ""
+        self._waiting: Entry | None = None  # a member of a view that waits for others, which this process is to join
+        self._waiting_s = -math.inf  # when it last asked here
         self._lives: set[int] = set()  # the replicas that the user knows to run though they seemed to have ended
 
     async def addresses(self) -> Collection[Address]:
-        others = (entry for rank, entry in self.known.items() if rank != self.connections.rank)
+        others = [entry for rank, entry in self.known.items() if rank != self.connections.rank]
+        others += [self._waiting] if self._waiting else []
         places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
         mine = self.connections.address
         return [each for each in places if each != mine or (self.begins and each == self._meeting)]
 
     def open_up(self) -> None:
+        super().open_up()
         if self.transport.rules.continue_without_lost:
-            self.connections.post(lambda: self.connections.begin(self._look_for_lost()))
+            self.connections.post(lambda: self.connections.begin(self._look_for_presumed()))
 
-    async def _look_for_lost(self) -> None:
+    async def _look_for_presumed(self) -> None:
         """Ask those without whom this side goes on, as they seemed to have ended, whether they have, again and again.
 
         A router that has lost its way refuses connections to a process that runs. Then both sides may have gone on.
@@ -104,7 +109,7 @@ class TcpDirectory(Directory):
                 rank = rules.ranks([replica])[rules.position]
                 with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
                     answer = await within(rules.silence_s, self._ask_lost(rank))
-                    if isinstance(answer, Members):
+                    if isinstance(answer, Members) and not answer.waiting:
                         self._meet(replica, answer.members, is_reached=True)
 
     async def _ask_lost(self, rank: int) -> object:
@@ -115,7 +120,7 @@ class TcpDirectory(Directory):
 
     def _meet(self, replica: int, theirs: Collection[int], *, is_reached: bool) -> None:
         """Compare this side with the one on which a replica has gone on that seemed to have ended, and yield to it."""
-        mine = self.members
+        mine = () if self.transport.views.waiting else self.members
         if not mine or replica in mine or self.transport.replica in theirs:
             return  # it has stopped by now, or they are about to be one side again
         found = (
@@ -135,10 +140,13 @@ class TcpDirectory(Directory):
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams, rank, answer = self.connections.streams, asked.entry.rank, None
-        identity = streams.identity(writer)
-        if asked.members and identity == self.identity_of(rank):
+        identity, views = streams.identity(writer), self.transport.views
+        if asked.waits and identity == asked.entry.key:
+            self._waiting, self._waiting_s = asked.entry, self.connections.loop.time()
+        elif asked.members and identity == self.identity_of(rank):
             self._meet(self.transport.rules.replica_of(rank), asked.members, is_reached=False)
-        gathers = self._gathers and self.transport.views.view.id < 1  # after that, who asks has lost its view
+        # after that, who asks has lost its view
+        gathers = self._gathers and views.view.id < 1 and not (asked.waits or views.waiting or self.found)
         if gathers and identity == asked.entry.key:
             answer = self._gather(asked.entry, streams.process(writer))
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
@@ -151,6 +159,8 @@ class TcpDirectory(Directory):
         """
         parse_address(entry.address)  # all others would fail at it
         known, rank, now_s = self.known, entry.rank, self.connections.loop.time()
+        if now_s - self._waiting_s <= _GONE_S:  # nobody begins a run beside it
+            return Gathering((), self._refused, self._waiting)
         self._is_running = self._is_running or len(known) == self.connections.most_ranks
         if self._is_running and self._processes.get(rank) != process:
             return None
@@ -163,7 +173,7 @@ class TcpDirectory(Directory):
                 return refused
         if self._processes.get(rank) == process:
             self._asked_s[rank] = now_s
-        return Gathering(table_of(each for _, each in sorted(known.items())), self._refused)
+        return Gathering(table_of(each for _, each in sorted(known.items())), self._refused, self._waiting)
 
     def _register(self, entry: Entry, process: bytes) -> Refused | None:
         """Register a rank, or return why not. It waits if another process that has its rank may have ended."""
@@ -201,6 +211,7 @@ class TcpDirectory(Directory):
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
             refused = f" (one was refused: {answer.refused.removesuffix('.')})" if answer.refused else ""
             self._missing = f"rank {missing}{refused}" if missing else "a member"
+            self._waiting = answer.member or self._waiting
             if not missing:
                 if not self._gathers:  # else they come from it
                     self.known.update(known | {self.connections.rank: self.entry})
