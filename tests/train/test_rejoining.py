@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
+from diloco.algorithm import named_parameters
 from diloco.checkpoint import CheckpointWriter
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
@@ -102,11 +103,11 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
         started.close()
 
 
-@pytest.mark.parametrize("has_saved", [True, False])
+@pytest.mark.parametrize("begins_with", ["its own", "the initial one", "one that it is given"])
 def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of_all(
-    has_saved: bool, meet: Meet, data: Path, tmp_path: Path
+    begins_with: str, meet: Meet, data: Path, tmp_path: Path
 ) -> None:
-    """Without a checkpoint it begins with the initial head, or with the one that it is given: nobody's is sent."""
+    """Without a checkpoint it begins with the initial head, or with that of ``--init-from``: nobody's is sent."""
     words = "--transport tcp --join 127.0.0.1:1 --sync.arguments.average.at-home lm_head"
     fleets = meet(2)
     donor, killed = at_once([partial(session_of, data, words, fleet) for fleet in fleets])
@@ -118,7 +119,7 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
         for fragment in donor.replicas[0].diloco.fragments:
             with fragment.state.changing():
                 fragment.state.values.add_(0.5)
-    if has_saved:
+    if begins_with == "its own":
         writer = CheckpointWriter()
         save_session(killed, writer, tmp_path / "replica-1" / "checkpoints", keep=1)
         assert writer.poll(wait=True)
@@ -127,10 +128,12 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
     place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address, join_window_s=1.0)
     started = Fleet.meet(place, RULES)
     try:
-        back = session_of(data, words, started)
+        given = {name: each + 2.0 for name, each in named_parameters(donor.replicas[0].model).items()}
+        back = session_of(data, words, started, initial=given if begins_with == "one that it is given" else None)
         find_beginning(back)
         model, theirs = back.replicas[0].model, donor.replicas[0].diloco.named_global_params()
-        assert torch.equal(model.get_parameter("lm_head.weight"), initial + 1.0 if has_saved else initial)
+        heads = {"its own": initial + 1.0, "the initial one": initial, "one that it is given": initial - 1.0 + 2.0}
+        assert torch.equal(model.get_parameter("lm_head.weight"), heads[begins_with])
         for name, values in theirs.items():
             assert torch.equal(model.get_parameter(name), values), name
     finally:
