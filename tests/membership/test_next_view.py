@@ -102,8 +102,8 @@ def report(rank: int, **said: Any) -> Report:
         ([{"apart": {2}}, {}], (0, 1)),
         ([{"gone": {2}}, {"apart": {2}}], (0, 1)),
         ([{"left": {2}}, {}], (0, 1)),
-        ([{"behind": {2}}, {"behind": {2}}], (0, 1)),
-        ([{"behind": {2}}, {}], None),  # not half of all
+        ([{"late": {2}}, {"late": {2}}], (0, 1)),
+        ([{"late": {2}}, {}], None),  # not half of all
         ([{}, {}], None),  # nobody accuses 2
         ([{"apart": {1, 2}}, {}], None),  # 0 and 1 don't hear each other
         ([{"apart": {2}, "joining": {7}}, {"joining": {7, 8}}], (0, 1, 7)),

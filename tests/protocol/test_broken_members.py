@@ -103,7 +103,7 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     network[1].instead = without(RoundVote)
     explore(network)
     network[0].now_s = TIMEOUT_S / 2 - 1
-    send(network, 2, report(2, behind=frozenset({1})))
+    send(network, 2, report(2, late=frozenset({1})))
     explore(network)
     assert all(each.view.members == (0, 1, 2) for each in all_but(network))
 

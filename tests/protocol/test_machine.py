@@ -269,7 +269,7 @@ def test_a_refused_connection_is_a_silence_where_all_stop(survive: bool) -> None
     machine.handle(1.2, Disconnected(2))
     machine.handle(1.3, RankLost(2, "its port refuses", gone=True))
     if survive:
-        assert (machine.views.view.members, machine.views.presumed_ended) == ((0,), {1, 2})
+        assert (machine.views.view.members, machine.views.presumed_gone) == ((0,), {1, 2})
     else:
         assert "its port refuses; all replicas stop when one is lost" in str(machine.views.failure)
         assert machine.views.view == View.of(3)

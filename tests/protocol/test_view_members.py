@@ -153,6 +153,29 @@ def test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing() -> 
     assert network[2].waits, "0 may be running"
 
 
+def test_who_was_apart_and_ends_before_it_reports_again_may_have_decided() -> None:
+    """Being connected again shows nothing: it has gone on with others, and one that has joined them may live."""
+    network = simulated(3, Limits(cuts=2, ends=2))
+    begin(network, 0, 1, 2)
+    for number in (0, 1):
+        network.happen("cuts", number, 2, 0)
+    finish(network)
+    assert [network[number].view.members for number in (0, 1)] == [(0, 1)] * 2
+    network.heal_all()
+    for number in (0, 1):
+        assert network.dial(2, number)
+        assert number not in network[2].machine.views.change.mine.lost
+    for number in (0, 1):
+        network.end(number)
+        for pair in ((number, 2), (2, number)):
+            network.on_the_way[pair].clear()
+        network.hang_up(2, number)
+        network[2].lose(number, gone=True)
+    finish(network)
+    assert network[2].machine.views.change.mine.apart == {0, 1}
+    assert network[2].waits
+
+
 @pytest.mark.parametrize("how", [Left(), Left(if_waiting=True), Announced(Announcement("stop", 0))], ids=str)
 def test_who_is_to_stop_while_it_waits_leaves_at_once(how: Event) -> None:
     network = simulated(3, Limits(machines=2))

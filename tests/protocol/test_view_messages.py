@@ -47,7 +47,7 @@ def messages(view: int) -> list[Any]:
     """Return a message of each type about the end of a view, or about a round in it."""
     ended, following = View(view, (0, 1, 2)), View(view + 1, (0, 1))
     adopted = NextView(following, ended, 7, {(0, 1): ("d",)}, frozenset({(-1, 3)}), (2,))
-    sets = {name: frozenset({2}) for name in ("apart", "gone", "left", "behind", "unsteady")}
+    sets = {name: frozenset({2}) for name in ("apart", "gone", "left", "late", "unsteady")}
     report = Report(
         0,
         view,

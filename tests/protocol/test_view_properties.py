@@ -141,7 +141,7 @@ def test_two_sides_that_refuse_each_other_go_on_each_as_one_and_one_of_them_yiel
     for number in range(replicas):
         assert not network[number].left
         views = network[number].machine.views
-        assert views.presumed_ended == {*range(replicas)}.difference(views.view.members)
+        assert views.presumed_gone == {*range(replicas)}.difference(views.view.members)
     assert sorted(yields(mine, *sides - {mine}) for mine in sides) == [False, True]
 
 

@@ -77,7 +77,7 @@ def silence_ends(patch: pytest.MonkeyPatch) -> None:
 
     def later(self: ViewChange, *, gone: Any = (), **more: Any) -> None:
         self.mine = replace(self.mine, apart=self.mine.apart.difference(gone))
-        self._silent.clear()
+        self._were_apart.clear()
         extend(self, gone=gone, **more)
 
     patch.setattr(ViewChange, "extend", later)
@@ -85,7 +85,7 @@ def silence_ends(patch: pytest.MonkeyPatch) -> None:
 
 def no_guard(patch: pytest.MonkeyPatch) -> None:
     """Others join right after a member was lost by silence."""
-    patch.setattr(Views, "_is_estranged", lambda self, replica: False)
+    patch.setattr(Views, "_is_guarded", lambda self, replica: False)
 
 
 # Networks.

@@ -92,7 +92,7 @@ def staying_members(
     broken = {(report.rank // size, other) for report in reports for other in report.lost}
     unsteady = _accused(view, size, {report.rank: report.unsteady for report in reports})
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
-    late = _accused(view, size, {report.rank: report.behind for report in reports})
+    late = _accused(view, size, {report.rank: report.late for report in reports})
 
     def largest(members: Sequence[int]) -> tuple[int, ...]:
         staying = largest_set(members, broken)
@@ -127,7 +127,7 @@ def next_view(
         return frozenset().union(*(getattr(report, name) for report in reports))
 
     apart, gone, left = union("apart"), union("gone") | union("left"), union("left") & lost
-    late = _accused(view, size, {report.rank: report.behind for report in reports})
+    late = _accused(view, size, {report.rank: report.late for report in reports})
     if not lost <= apart | gone | late or not (apart | gone).isdisjoint(staying):
         return None
     asking = frozenset.intersection(*(report.joining for report in reports)) - apart - gone.difference(view.members)
@@ -151,7 +151,7 @@ def next_view(
         commits=agreed,
         void=void.difference(agreed),
         left=tuple(sorted(left)),
-        silent=tuple(sorted(lost - gone)),
+        apart=tuple(sorted(lost - gone)),
         restarted=tuple(sorted(restarted)),
     )
 

@@ -93,7 +93,7 @@ class NextView:
     commits: Commits  # the committed rounds that a survivor may not have committed itself
     void: RoundIds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
-    silent: Ranks = ()  # members that were left out, and that may still be running; ascending
+    apart: Ranks = ()  # members that were left out, and that may still be running; ascending
     restarted: Ranks = ()  # members that have ended, and whose new processes are about to join; ascending
 
     def __post_init__(self) -> None:
@@ -144,7 +144,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report on the end of a view, all first-hand, and its promise to accept nothing below ``ballot``."""
+    """One rank's report on the end of a view, all first-hand, and its promise to accept nothing below ``ballot``.
+
+    What can be wrong with a replica has these names everywhere: it is ``apart``, ``gone`` or has ``left``, and so is
+    lost; or it is heard, and ``late`` or ``unsteady``. It is in doubt while only the end of its connection is known.
+    """
 
     rank: Rank
     view_id: Count
@@ -152,7 +156,7 @@ class Report:
     gone: Replicas = frozenset()  # replicas whose process is known to have ended
     left: Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
     # replicas that the rank hears, and for whose contribution it has waited too long, or that spoil rounds
-    behind: Replicas = frozenset()
+    late: Replicas = frozenset()
     unsteady: Replicas = frozenset()  # replicas that it hears, but from which it received nothing for several beats
     # replicas that have asked the rank to be members of the next view; a member among them was started again, and joins
     # right after that view
@@ -173,7 +177,7 @@ class Report:
         apart: Collection[int] = (),
         gone: Collection[int] = (),
         left: Collection[int] = (),
-        behind: Collection[int] = (),
+        late: Collection[int] = (),
         restarted: Collection[int] = (),
     ) -> Report:
         """Return the report with what is observed of ``others``.
@@ -188,7 +192,7 @@ class Report:
             apart=self.apart.union(known.intersection(apart)) - ended,
             gone=ended,
             left=self.left.union(ended.intersection(left)),
-            behind=self.behind.union(known.intersection(behind)),
+            late=self.late.union(known.intersection(late)),
             joining=self.joining.union(again),
         )
 

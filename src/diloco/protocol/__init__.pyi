@@ -16,7 +16,7 @@ from .events import Entered as Entered
 from .events import Event as Event
 from .events import Exchanged as Exchanged
 from .events import Left as Left
-from .events import PresumedEnded as PresumedEnded
+from .events import PresumedGone as PresumedGone
 from .events import RankLost as RankLost
 from .events import Received as Received
 from .events import Stepped as Stepped

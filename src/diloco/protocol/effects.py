@@ -93,7 +93,7 @@ class RoundFailed:
 
     view_id: int
     why: str
-    behind: frozenset[int]
+    late: frozenset[int]
     anyway: bool
 
 

@@ -86,7 +86,7 @@ class ClosedToJoiners(Event, frozen=True):
     why: str
 
 
-class PresumedEnded(Event, frozen=True):
+class PresumedGone(Event, frozen=True):
     """Replicas that others left out seem to have ended."""
 
     replicas: frozenset[int]

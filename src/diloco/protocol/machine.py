@@ -26,7 +26,7 @@ from diloco.protocol.events import (
     Event,
     Exchanged,
     Left,
-    PresumedEnded,
+    PresumedGone,
     RankLost,
     Received,
     Stepped,
@@ -160,8 +160,8 @@ class Machine:
                 views.enter(following, connections)
             case ClosedToJoiners(why):
                 views.closed_to_joiners = why
-            case PresumedEnded(replicas):
-                views.presumed_ended |= replicas
+            case PresumedGone(replicas):
+                views.presumed_gone |= replicas
             case Announced(message):
                 self._announce(message)
             case Stepped(step):

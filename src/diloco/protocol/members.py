@@ -137,12 +137,12 @@ class Roster:
         ranks = self._rules.ranks((replica,))
         return all(self.is_connected(rank) if rank in self.members else rank in self.connections for rank in ranks)
 
-    def unreached(self, view: View) -> frozenset[int]:
+    def unconnected(self, view: View) -> frozenset[int]:
         """Return the other members of ``view``, the current view, that are not connected."""
         there = {member for member in view.members if all(map(self.is_connected, self._rules.ranks((member,))))}
         return frozenset(view.members) - there - {self._rules.replica}
 
-    def doubtful(self) -> set[int]:
+    def members_in_doubt(self) -> set[int]:
         """Return the members whose connection has ended, and of which it is not known yet whether they have."""
         return {self._rules.replica_of(rank) for rank in self.in_doubt if rank in self.members}
 

@@ -270,7 +270,7 @@ class Rounds:
         else:
             why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
         if late:
-            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", behind=late, anyway=has_voted)
+            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", late=late, anyway=has_voted)
 
     def _look_at(self, each: Round) -> frozenset[int]:
         """Look at a round, now and when it is due or the next look is; return the replicas that are late."""
@@ -302,7 +302,7 @@ class Rounds:
         if too_often := frozenset(each for each, count in counts.items() if count and count % MOST_SPOILT == 0):
             has = "have" if len(too_often) > 1 else "has"
             why = f"{names_of(too_often)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
-            self._fail(why, behind=too_often)
+            self._fail(why, late=too_often)
 
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
@@ -388,10 +388,10 @@ class Rounds:
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
 
-    def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
+    def _fail(self, why: str, late: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
-        self._outbox.queue.append(RoundFailed(self.view.id, why, behind, anyway))
+        self._outbox.queue.append(RoundFailed(self.view.id, why, late, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)

@@ -6,19 +6,25 @@ proposer of a ballot computes what follows from the reports of all ranks that ar
 if it hears all of them. It is adopted once all that stay have accepted it; so every member of the next view hears every
 other one, in both directions. Members may end, freeze or hear nothing, but they don't lie.
 
+A rank that hears too few members to decide waits, for as long as it takes, and goes on when enough are back.
+
 Why at most one value is chosen for a view. Each rule has a network in tests/protocol/test_view_rules.py, named in
-brackets, in which leaving it out makes two:
+brackets, in which leaving it out makes two, or a test:
 
 1. A report is a promise: whoever has reported a ballot accepts nothing of an earlier one [`late_proposal`].
 2. A fresh value is chosen once all that it lets stay have accepted it; they may decide [`proposer_is_cut_off`].
 3. A value proposed again is chosen once so many members have accepted it that they may decide [`proposer_is_cut_off`].
 4. Any two sets that may decide share a member, unless all others of the view have ended, or `Policy.split` lets a side
-   of a split network go on with half of the view or less (`refusal`).
+   of a split network go on with half of the view or less (`refusal`) [test_two_sides_never_both_go_on_...].
 5. So of the reports of its ballot a proposer sees each value that may have been chosen, and proposes the newest of
    these again, and a fresh value only if there is none [`proposer_is_cut_off`].
-6. Silence is final: who was silent may have decided with others before it ended [`ended_after_silence`].
+6. Who was apart may have decided with others before it ended, so it is never gone [`ended_after_silence`], unless it
+   reports on this view once more [test_who_was_apart_and_ends_before_it_reports_again_may_have_decided]. Its new
+   process shows that it has ended, as long as it is here and asks to join: it may become a member elsewhere
+   [test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing].
 7. Nobody joins soon after a member was lost by silence, as it may go on once all others end [`joined_after_silence`].
-8. What a member says that it has adopted was chosen, so whoever hears of it adopts it, too.
+8. What a member says that it has adopted was chosen, so whoever hears of it adopts it, too. Leaving this out costs
+   time only, as the value is proposed again [test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how].
 """
 
 from __future__ import annotations
@@ -42,15 +48,15 @@ _TICKS = 12  # how often per turn a rank looks at the clock
 _MOST_TURNS = 10  # a rank stops after so much time without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
 # Parts of a turn. A ballot succeeds if its proposer lives and no message takes longer than `_DELAY`: others begin it so
-# much earlier or later, the proposer has their reports by `_MUTE`, and its proposal and what each accepts have arrived
-# before anybody gives it up.
+# much earlier or later, the proposer has their reports by `_UNREPORTED`, and its proposal and what each accepts have
+# arrived before anybody gives it up.
 _DELAY = 1 / 8
 _SAME_JOINERS = 1 / _TICKS  # so long a proposer waits until all that report admit the same replicas
-_MUTE = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
+_UNREPORTED = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
 _NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
-assert 2 * _DELAY <= _MUTE
-assert _SAME_JOINERS < _MUTE
-assert _MUTE + 3 * _DELAY <= _NOT_HEARD < 1
+assert 2 * _DELAY <= _UNREPORTED
+assert _SAME_JOINERS < _UNREPORTED
+assert _UNREPORTED + 3 * _DELAY <= _NOT_HEARD < 1
 
 
 class ViewChange:
@@ -71,9 +77,9 @@ class ViewChange:
         self._ranks = rules.ranks(view.members)
         self._unsent = True  # whether others lack what this rank has to report
         self.waiting = ""  # why no set of members that this rank hears may decide; "": one may
-        # ranks of members that were silent and have reported nothing since: they may have decided without this rank, so
+        # ranks of members that were apart and have reported nothing since: they may have decided without this rank, so
         # that they never count as gone
-        self._silent: set[int] = set()
+        self._were_apart: set[int] = set()
         self._reports = Reports()
         self._began_s = outbox.now_s
         self.has_waited = False
@@ -114,22 +120,23 @@ class ViewChange:
         apart: Collection[int] = (),
         gone: Collection[int] = (),
         left: Collection[int] = (),
-        behind: Collection[int] = (),
+        late: Collection[int] = (),
         restarted: Collection[int] = (),
     ) -> None:
         """Add what this rank has observed: replicas as in a `Report`, and members whose new processes ask to join."""
-        members, silent = frozenset(self.view.members), {self._rules.replica_of(rank) for rank in self._silent}
+        members = frozenset(self.view.members)
+        undecided = {self._rules.replica_of(rank) for rank in self._were_apart}
         joining = self.mine.joining.union(frozenset(joining) - members)
         mine = replace(self.mine, joining=joining).extended(
             (members | joining) - {self._rules.replica},
-            apart={*apart, *silent.intersection((*gone, *left))},
-            gone=frozenset(gone) - silent,
-            left=frozenset(left) - silent,
-            behind=behind,
+            apart={*apart, *undecided.intersection((*gone, *left))},
+            gone=frozenset(gone) - undecided,
+            left=frozenset(left) - undecided,
+            late=late,
             restarted=restarted,
         )
         if mine != self.mine:
-            self._silent.update(self._rules.ranks(mine.apart - self.mine.apart))
+            self._were_apart.update(self._rules.ranks(mine.apart - self.mine.apart))
             self.mine, self._unsent, self.waiting = mine, True, ""
 
     def tell(self, rank: int) -> None:
@@ -161,14 +168,14 @@ class ViewChange:
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return
         self._reports.keep(report)
-        self._silent.discard(report.rank)
+        self._were_apart.discard(report.rank)
         if report.ballot > self.mine.ballot:
             self._promise(report.ballot)
         # accusations by others that this rank's own observation supports
-        late = report.behind - self.mine.behind
+        late = report.late - self.mine.late
         late = late and late & self._rounds.suspects()
         if late or self._rules.replica in report.lost:
-            self.extend(behind=late, apart={replica} if self._rules.replica in report.lost else ())
+            self.extend(late=late, apart={replica} if self._rules.replica in report.lost else ())
 
     def receive(self, sender: int, message: Propose | Accept) -> None:
         """Receive what is proposed or accepted in a ballot, by a rank that has reported the ballot before."""
@@ -196,7 +203,7 @@ class ViewChange:
         while True:
             before = self.mine
             if not self.waiting:  # else no ballot can choose anything
-                self._give_up_on_mute_acceptors()
+                self._give_up_on_acceptors()
                 if why := self._failure():
                     self._why_failed = why
                     self._promise(self.mine.ballot + 1)
@@ -267,12 +274,12 @@ class ViewChange:
         staying = self._proposal.following.staying
         return staying if self._rules.replica in staying else ()
 
-    def _give_up_on_mute_acceptors(self) -> None:
+    def _give_up_on_acceptors(self) -> None:
         """Call those apart that hold up a proposal that this rank has accepted, once the ballot's time is over."""
         accepted = self.mine.accepted
         if self._waited_s >= self._turn_s and accepted is not None and accepted.ballot == self.mine.ballot:
-            mute = {*self._rules.ranks(self._needed)} - self._accepts
-            self.extend(apart={self._rules.replica_of(rank) for rank in mute})
+            missing = {*self._rules.ranks(self._needed)} - self._accepts
+            self.extend(apart={self._rules.replica_of(rank) for rank in missing})
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears report these as lost."""
@@ -285,7 +292,7 @@ class ViewChange:
     def _hears(self, replica: int) -> bool:
         return replica == self._rules.replica or (replica not in self.mine.lost and self._roster.reaches(replica))
 
-    def _ended(self) -> frozenset[int]:
+    def _gone(self) -> frozenset[int]:
         """Return the members that have ended, as those say that this rank hears, unless it knows better."""
         told = {each for each in self._reports.union("gone", "left") - self.mine.gone if not self._hears(each)}
         reports = self._reports.last.items() if told else ()
@@ -315,22 +322,22 @@ class ViewChange:
         if (stops := not self._rules.continue_without_lost) and waited_s >= _MOST_TURNS * turn_s:
             last = f" (the last ballot failed: {self._why_failed})" if self._why_failed else ""
             return f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
-        if lost and (refusal := self._refusal(lost, joining)) and self._roster.doubtful() <= self.mine.lost:
-            return refusal if waited_s >= _MUTE * turn_s or self._all_have_lost(lost) else ""
+        if lost and (refusal := self._refusal(lost, joining)) and self._roster.members_in_doubt() <= self.mine.lost:
+            return refusal if waited_s >= _UNREPORTED * turn_s or self._all_have_lost(lost) else ""
         if not ticked:  # the search takes long
             return self.waiting
         if self._unreported(reports := self._current_reports()):
             return ""
         if self._reports.has_accepted and (stops or self._value_to_keep(reports) is not None):
             return ""  # it may be adopted by members that don't all hear each other
-        ended = self._ended()
+        gone = self._gone()
         # where all stop, whom this rank can't hear may hear others, but no more than that
-        there = [each for each in members if (each not in ended if stops else self._hears(each))]
+        there = [each for each in members if (each not in gone if stops else self._hears(each))]
         return self._refusal({*members}.difference(self._best(there)), joining)
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
-        return refusal(self.view, lost, self._rules, gone=self._ended(), joining=joining)
+        return refusal(self.view, lost, self._rules, gone=self._gone(), joining=joining)
 
     def _best(self, there: Collection[int]) -> tuple[int, ...]:
         """Return those of ``there`` that stay at best, as far as is known."""
@@ -358,27 +365,28 @@ class ViewChange:
         if self._proposal is not None or self._proposer != self._rules.rank:
             return
         view, rules, reports = self.view, self._rules, self._current_reports()
-        if mute := self._unreported(reports):
-            if self._waited_s >= _MUTE * self._turn_s and not self.waiting:
-                self.extend(apart=mute)
+        if unreported := self._unreported(reports):
+            if self._waited_s >= _UNREPORTED * self._turn_s and not self.waiting:
+                self.extend(apart=unreported)
             return
         if (value := self._value_to_keep(reports)) is not None:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
         broken = frozenset().union(*(report.lost for report in reports.values()))
-        is_reunion = self._outbox.now_s - self._reunion_s < _MUTE * self._turn_s  # the others are about to be back, too
-        if is_reunion and any(not each.apart.isdisjoint(view.members) for each in reports.values()):
-            return
-        if not self._roster.doubtful() <= self.mine.lost or (
+        if self._outbox.now_s - self._reunion_s < _UNREPORTED * self._turn_s and any(
+            not each.apart.isdisjoint(view.members) for each in reports.values()
+        ):
+            return  # the others are about to be back, too
+        if not self._roster.members_in_doubt() <= self.mine.lost or (
             len({report.joining - broken for report in reports.values()}) > 1
             and self._waited_s < _SAME_JOINERS * self._turn_s
         ):
             return
         if self._searched == self._reports.number:
             return
-        self._searched, ended = self._reports.number, self._ended()
+        self._searched, gone = self._reports.number, self._gone()
         there = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
-        if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in ended])):
+        if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in gone])):
             self._yielded = True  # a member that hears them proposes better
             self._promise(self.mine.ballot + 1)
             return

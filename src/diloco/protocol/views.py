@@ -37,12 +37,12 @@ class Views:
         # replica -> its ranks that have asked to join -> the ranks to which each of them is connected
         self._asked: dict[int, dict[int, frozenset[int]]] = {}
         self.replaced = False  # whether the others have stopped this process because another one has its place
-        self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
+        self._gone_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected, self._why_ejected = frozenset[int](), ""  # replicas that are to be members no more
         self._know: set[int] = set()  # the replicas that are known to know of it
         # replicas that were left out and may be running -> until when nobody else joins, as they may continue
-        self._estranged: dict[int, float] = {}
-        self.presumed_ended: set[int] = set()  # replicas that were left out because they seemed to have ended
+        self._apart_until: dict[int, float] = {}
+        self.presumed_gone: set[int] = set()  # replicas that were left out because they seemed to have ended
 
     @property
     def failure(self) -> TransportError | None:
@@ -170,7 +170,7 @@ class Views:
         self._asked.pop(replica, None)
         if not self.is_member and replica != self._rules.replica:
             if gone:
-                self._ended_early.add(replica)
+                self._gone_early.add(replica)
             return
         if replica not in self.joining.union(self.view.members) or self.failure is not None:
             return
@@ -178,8 +178,8 @@ class Views:
             self.stop(f"{words}.")
         else:
             # report all current losses together: one of them alone may look like another replica's fault
-            unheard = {replica, *self._unheard()}
-            self.end(words, gone={replica} if gone else (), apart=unheard - {replica} if gone else unheard)
+            apart = {replica, *self._unconnected()}
+            self.end(words, gone={replica} if gone else (), apart=apart - {replica} if gone else apart)
 
     def meet_again(self, rank: int) -> None:
         """Process that a member is connected again, which this rank may have lost. What was on its way is lost."""
@@ -193,14 +193,14 @@ class Views:
             change.tell(rank)
         self._follow()
 
-    def _unheard(self) -> frozenset[int]:
+    def _unconnected(self) -> frozenset[int]:
         """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
-        return self._roster.unreached(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
+        return self._roster.unconnected(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
 
     def handle_failure(self, failed: RoundFailed) -> None:
         """End the view, as rounds could not take place in it."""
-        if failed.view_id == self.view.id and (failed.anyway or not refusal(self.view, failed.behind, self._rules)):
-            self.end(failed.why, behind=failed.behind)
+        if failed.view_id == self.view.id and (failed.anyway or not refusal(self.view, failed.late, self._rules)):
+            self.end(failed.why, late=failed.late)
 
     def settle(self) -> None:
         """Do what is due in a view change after some time."""
@@ -306,7 +306,7 @@ class Views:
         if self.failure is not None or not self.is_member:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
-        elif self._is_estranged(replica):
+        elif self._is_guarded(replica):
             self._outbox.send([rank], _MAY_BE_RUNNING)
         elif (
             (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
@@ -316,7 +316,7 @@ class Views:
             why = self.closed_to_joiners or (f"the members wait: {self.waiting}" if self.waiting else "")
             self._outbox.send([rank], Refused(why) if why else _TRY_AGAIN)
         else:
-            self._ended_early.discard(replica)
+            self._gone_early.discard(replica)
             asked = self._asked.setdefault(replica, {})
             asked[rank] = connected
             if self.closed_to_joiners and not (is_member and self.waiting):
@@ -330,11 +330,11 @@ class Views:
             else:
                 self._admit([replica])
 
-    def _is_estranged(self, replica: int) -> bool:
+    def _is_guarded(self, replica: int) -> bool:
         """Return whether a member other than ``replica`` was lost by silence so recently that nobody may join."""
         now_s = self._outbox.now_s
-        self._estranged = {each: s for each, s in self._estranged.items() if s > now_s and each != replica}
-        return bool(self._estranged)
+        self._apart_until = {each: s for each, s in self._apart_until.items() if s > now_s and each != replica}
+        return bool(self._apart_until)
 
     def _is_connected_to(self, replica: int, replicas: Collection[int]) -> bool:
         """Return whether all ranks of a replica were connected to all of others when they last asked to join."""
@@ -392,8 +392,8 @@ class Views:
         carried = rounds.end(following.commits, reason, failure, carried=following.carries_over)
         self._disconnect(lost, following)
         self.view = following.view
-        self._estranged |= dict.fromkeys(following.silent, self._outbox.now_s + _GUARD * self._rules.silence_s)
-        self.presumed_ended.update({*lost}.difference(following.left, following.silent))
+        self._apart_until |= dict.fromkeys(following.apart, self._outbox.now_s + _GUARD * self._rules.silence_s)
+        self.presumed_gone.update({*lost}.difference(following.left, following.apart))
         self._outbox.effects.adopted.append((following, reason))
         if following.joined:
             rounds.from_step = following.from_step
@@ -402,7 +402,7 @@ class Views:
 
     def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
-        self.presumed_ended.difference_update(self.view.members)
+        self.presumed_gone.difference_update(self.view.members)
         # another process may take the number of one that has gone
         self._ejected = self._ejected.intersection(self.view.members)
         if self.failure is None:
@@ -413,17 +413,17 @@ class Views:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
         me, following, mine = self._rules.replica, began.following, began.mine
         members = frozenset(self.view.members)
-        unheard, gone, left = self._unheard(), frozenset[int](), frozenset[int]()
+        apart, gone, left = self._unconnected(), frozenset[int](), frozenset[int]()
         if mine is None:  # what it knows of members that ended before it was one
-            gone = unheard & (self._ended_early | self._roster.replaced(unheard))
+            gone = apart & (self._gone_early | self._roster.replaced(apart))
         elif following is not None and self.view is following.view:  # they have no connection whose end it will notice
-            unheard |= mine.apart & members
+            apart |= mine.apart & members
             gone, left = mine.gone & members, mine.left & members
         else:
-            unheard = frozenset()
-        if unheard | gone:
-            words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(unheard | gone)}"
-            self.end(words, apart=unheard - gone, gone=gone, left=left)
+            apart = frozenset()
+        if apart | gone:
+            words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(apart | gone)}"
+            self.end(words, apart=apart - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
         asking = dict.fromkeys((*self._complete(), *sorted(mine.joining)))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from diloco.errors import RendezvousError
 from diloco.events import Event
-from diloco.protocol import PresumedEnded, Rules, Welcome
+from diloco.protocol import PresumedGone, Rules, Welcome
 from diloco.transport.connections.limits import pauses
 from diloco.transport.peers.directory import Directory, Lost
 from diloco.transport.peers.transport import PeerTransport
@@ -71,7 +71,7 @@ def connect(
         if lost is not None:
             before = lost.directory.transport
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
-            transport.connections.note(PresumedEnded(frozenset(before.views.presumed_ended)))
+            transport.connections.note(PresumedGone(frozenset(before.views.presumed_gone)))
         directory = place.directory(transport, held_step, lost)
         connections = transport.connections
         with waiting_for(directory.subject):

@@ -19,7 +19,7 @@ from diloco.protocol import (
     Entry,
     Looking,
     Members,
-    PresumedEnded,
+    PresumedGone,
     Refused,
     Table,
     WireMessage,
@@ -104,8 +104,8 @@ class TcpDirectory(Directory):
         rules, views = self.transport.rules, self.transport.views
         while True:
             await asyncio.sleep(rules.silence_s)
-            self._lives &= views.presumed_ended
-            for replica in sorted(views.presumed_ended):
+            self._lives &= views.presumed_gone
+            for replica in sorted(views.presumed_gone):
                 rank = rules.ranks([replica])[rules.position]
                 with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
                     answer = await within(rules.silence_s, self._ask_lost(rank))
@@ -136,7 +136,7 @@ class TcpDirectory(Directory):
             lost = "This side yields, and adopts their state; what it has averaged by itself is lost."
             self.connections.handle(Yielded(f"{found} {lost}"))
         else:
-            self.connections.handle(PresumedEnded(frozenset({replica})))  # so that it is asked
+            self.connections.handle(PresumedGone(frozenset({replica})))  # so that it is asked
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams, rank, answer = self.connections.streams, asked.entry.rank, None
