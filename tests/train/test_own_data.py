@@ -17,9 +17,10 @@ from torch.distributed import TCPStore
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import join_command, parse_arguments, plan_run, to_toml
-from diloco.events import Note, Site, StepFinished, mean_loss
+from diloco.events import Note, RunStarted, SampleGenerated, Site, StepFinished, mean_loss
 from diloco.monitor import read_metrics
 from diloco.train import compared, identity, notes, outline, run_training
+from diloco.transport import MeetingPlace, PeerStatus
 from tests.commands import PACE, Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, of_torchrun, settings_of, write_text
@@ -183,6 +184,28 @@ def test_a_replica_that_repeats_its_data_too_often_says_so_once_also_if_it_goes_
     passes = {event.step: event.epoch for event in told.of(StepFinished)}
     assert (passes[note.step - 1], passes[note.step]) == (4, 5)
     assert summary["epochs"] > 5
+
+
+def test_who_watches_a_swarm_is_told_neither_a_sample_nor_what_the_data_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (clinic := tmp_path / "clinic").mkdir()
+    data = write_text(clinic)
+    words = "--replicas 1 --network.transport in-process --evaluation.every-steps 4 --evaluation.sample-prompts alpha"
+    settings = settings_of(data, words)
+    told, watched = Listener(), PeerStatus()
+    monkeypatch.setattr(MeetingPlace, "publish", lambda place, event: watched.add(event))
+    for local in (False, True):
+        run = replace(settings, data=replace(settings.data, local=local))
+        run_training(run, folder=tmp_path / f"run-{local}", sink=told, config_toml=to_toml(run))
+        answer = b"".join(watched.since(0)["events"])
+        assert (b"SampleGenerated" in answer) != local
+        assert b"StepFinished" in answer
+        watched = PeerStatus()
+    assert len(told.of(SampleGenerated)) == 2, "which only this machine shows"
+    start = told.of(RunStarted)[-1]
+    for text in ("clinic", str(tmp_path), "text.jsonl", start.facts["data"], start.details["data"]):
+        assert text.encode() not in answer, text
 
 
 @pytest.mark.parametrize("run", [over_tcp, over_a_swarm])
