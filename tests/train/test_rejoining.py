@@ -27,7 +27,7 @@ from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
 from diloco.membership import GREATEST, Candidate, View
 from diloco.protocol import Disconnected, Entry, Excluded, RankLost, Received, Rules
-from diloco.train import Fleet, find_beginning, follow_views, save_session
+from diloco.train import MetFleet, Swarm, find_beginning, follow_views, save_session
 from diloco.transport import (
     Address,
     Admission,
@@ -47,8 +47,8 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBAC
 from tests.transport.swarms import QUICK as SWARM
 from tests.transport.wires import QUICK, at_once, rendezvous
 
-Meet = Callable[..., list[Fleet]]
-Make = Callable[..., Fleet]
+Meet = Callable[..., list[MetFleet]]
+Make = Callable[..., MetFleet]
 RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
 SOON = replace(RULES, silence_s=2.0)
 
@@ -56,14 +56,16 @@ SOON = replace(RULES, silence_s=2.0)
 @pytest.fixture
 def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together."""
-    fleets: list[Fleet] = []
+    fleets: list[MetFleet] = []
 
-    def made(count: int, *, at_replica_0: bool = False, rules: Rules = RULES, keys: Path | None = None) -> list[Fleet]:
+    def made(
+        count: int, *, at_replica_0: bool = False, rules: Rules = RULES, keys: Path | None = None
+    ) -> list[MetFleet]:
         with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
             if keys:
                 places = [replace(each, identity=keys / f"{each.replica}.key") for each in places]
-            found = at_once([lambda place=place: Fleet.meet(place, rules) for place in places])
+            found = at_once([lambda place=place: MetFleet.meet(place, rules) for place in places])
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -93,7 +95,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets[3].close()
     at = fleets[1].transport.address
     place = Place(replica=3, num_replicas=4, rendezvous=at, identity=keys / "3.key", join_window_s=1.0)
-    started = Fleet.meet(place, RULES)
+    started = MetFleet.meet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
@@ -126,7 +128,7 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
         words += f" --resume {tmp_path}"
     fleets[1].close()
     place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address, join_window_s=1.0)
-    started = Fleet.meet(place, RULES)
+    started = MetFleet.meet(place, RULES)
     try:
         given = {name: each + 2.0 for name, each in named_parameters(donor.replicas[0].model).items()}
         back = session_of(data, words, started, initial=given if begins_with == "one that it is given" else None)
@@ -151,7 +153,7 @@ def test_one_that_is_started_again_joins_one_that_waits_for_it(meet: Meet, where
     wait_until(lambda: transport.views.waiting == "1 of at least 2 replicas are left")
     if where == "at the one that waits":
         place = replace(place, rendezvous=transport.address)
-    started = Fleet.meet(place, replace(SOON, min_replicas=2))
+    started = MetFleet.meet(place, replace(SOON, min_replicas=2))
     try:
         assert started.joining
         assert started.join(LIMIT_S) == 40
@@ -170,7 +172,7 @@ def test_one_that_waits_yields_to_one_that_was_started_again_and_is_further(meet
     first.close()
     wait_until(lambda: transport.views.waiting)
     place = replace(place, rendezvous=transport.address)
-    started = in_thread(lambda: Fleet.meet(place, rules, held_step=1 << 40), "started")
+    started = in_thread(lambda: MetFleet.meet(place, rules, held_step=1 << 40), "started")
     wait_until(second.failure)
     assert f"replica 0 has a checkpoint of step {1 << 40}: the others went on" in str(second.failure())
     with pytest.raises(RendezvousError, match="has searched for the others for 1 s"):
@@ -271,7 +273,7 @@ def test_one_that_can_not_listen_for_the_others_may_try_again(
     assert fleet.joining
 
 
-def rejoin_and_open(fleet: Fleet) -> None:
+def rejoin_and_open(fleet: MetFleet) -> None:
     """As a session does: who has founded a view lets the others join."""
     fleet.rejoin(LIMIT_S)
     if not fleet.joining:
@@ -344,7 +346,7 @@ def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
 class Peer:
     """One replica and its thread, which trains until all replicas are asked to end."""
 
-    def __init__(self, fleet: Fleet, data: Path, arguments: str) -> None:
+    def __init__(self, fleet: MetFleet, data: Path, arguments: str) -> None:
         self.fleet, self.events = fleet, list[Event]()
         self.asked, self._news = threading.Event(), queue.SimpleQueue[Event]()
         self.session = session_of(data, f"--steps 100000 {arguments}", fleet, self._note)
@@ -468,18 +470,18 @@ def test_all_who_lose_each_other_wait_and_go_on_together(
 
 @pytest.fixture
 def swarm(keys: Path) -> Iterator[Make]:
-    fleets: list[Fleet] = []
+    fleets: list[MetFleet] = []
 
     def made(
         number: int,
-        *known: Fleet,
+        *known: MetFleet,
         run: str = "run",
         held_step: int = -1,
         start: int = 1,
         join_window_s: float = 0.5,
         founds: bool = False,
         min_replicas: int = 1,
-    ) -> Fleet:
+    ) -> MetFleet:
         addresses = tuple(address for each in known for address in each.directory.listens_at())
         place = SwarmPlace(
             identity=keys / f"{number}.key",
@@ -492,7 +494,7 @@ def swarm(keys: Path) -> Iterator[Make]:
         )
         own = {"rendezvous_timeout_s": 15.0, "together": False, "min_replicas": min_replicas}
         rules = Rules(**SWARM | own)
-        fleets.append(Fleet.meet(place, rules, held_step=held_step, replicas=start, margin=1))
+        fleets.append(Swarm.found_or_join(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
     yield made
@@ -520,7 +522,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make)
     assert not swarm(3, standing, held_step=5, founds=True).joining
 
 
-def find_again(fleet: Fleet) -> None:
+def find_again(fleet: MetFleet) -> None:
     """Rejoin. Its port may have been taken meanwhile, as a run's may, which tries again, too."""
     for _ in range(20):
         try:

@@ -4,6 +4,7 @@ import errno
 import json
 import signal
 import threading
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -25,9 +26,9 @@ from diloco.errors import (
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.outer import DiLoCo
 from diloco.signals import StopAsked
-from diloco.train import Fleet, RunSettings, Session, follow_views, make_transport, run_training
+from diloco.train import Fleet, MetFleet, RunSettings, Session, follow_views, make_transport, run_training
 from diloco.trained import load_trained
-from diloco.transport import InProcessTransport
+from diloco.transport import InProcessTransport, MeetingPlace
 from tests.command_lines import command_line
 from tests.faults import Fault, FaultyTransport
 from tests.runs import Listener, settings_of, train, write_text
@@ -161,14 +162,16 @@ def test_a_failed_upload_does_not_hide_why_the_run_ended(data: Path, tmp_path: P
         train(data, tmp_path / "other", f"--checkpoint.mirror {tmp_path / 'other-copy'}")
 
 
-class LosesOthers(Fleet):
+class LosesOthers(MetFleet):
     """A fleet of one replica, which loses the others before step 4 and finds them at step 8."""
 
-    rejoins = True
-
     def __init__(self, settings: RunSettings) -> None:
-        super().__init__(make_transport(settings).endpoints)
-        self._directory = mock.MagicMock(**{"transport.views.replaced": False})
+        (transport,) = make_transport(settings).endpoints
+        directory = mock.MagicMock(joining=False, findings=deque())
+        directory.transport.views.replaced, directory.details.return_value = False, {}
+        directory.transport.rules.together = False
+        super().__init__(directory, MeetingPlace())
+        self.transports = [transport]
         self.lost = False
 
     def failure(self) -> TransportError | None:

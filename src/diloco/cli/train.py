@@ -301,14 +301,15 @@ def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = No
 
 def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
-    from diloco.train import NETWORKS
+    from diloco.train import NETWORKS, Swarm
 
     settings = plan.configuration
-    fleets: list[Fleet] = []
+    fleets: list[Swarm] = []
     join = join_command(settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> Fleet:
         fleet = NETWORKS[settings.network.transport](settings, role, own, facts, None)
+        assert isinstance(fleet, Swarm), "only a peer of a swarm starts like this"
         fleets.append(fleet)
         known = fleet.directory.listens_at()
         addresses = " ".join([each for each in known if not each.startswith("/ip4/127.")] or known)

@@ -10,6 +10,8 @@ from .description import outer_components as outer_components
 from .description import outline as outline
 from .description import replica_bytes as replica_bytes
 from .fleet import Fleet as Fleet
+from .fleet import MetFleet as MetFleet
+from .fleet import Swarm as Swarm
 from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer

@@ -20,7 +20,7 @@ from diloco.devices import choose_device, choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import compared
-from diloco.train.fleet import Fleet
+from diloco.train.fleet import Fleet, MetFleet, Swarm
 from diloco.train.joining import held_checkpoint, held_step
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
@@ -93,7 +93,7 @@ def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    fleet = Fleet.meet(place, rules, held_step=_held_step(run, role), group=group)
+    fleet = MetFleet.meet(place, rules, held_step=_held_step(run, role), group=group)
     hosts = {rank: parse_address(entry.address).host for rank, entry in fleet.directory.entries.items()}
     choose_threads([*hosts.values()].count(hosts[place.rank]))
     return fleet
@@ -181,7 +181,7 @@ def _in_swarm(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    fleet = Fleet.meet(
+    fleet = Swarm.found_or_join(
         place,
         rules,
         held_step=held_step,

@@ -45,9 +45,7 @@ class WelcomeNote(WireMessage):
 
 
 class Fleet:
-    """All replicas of a run whose members are fixed, if they train in this process, or one rank of one replica.
-
-    `meet` returns the fleet of a rank that finds the others, may lose them, and finds them again.
+    """The replicas of this process where the members of a run are fixed: all of them, or one rank of one of them.
 
     Args:
         transports: those of the local replicas.
@@ -57,14 +55,12 @@ class Fleet:
         restarted: whether a launcher has started all processes again.
     """
 
-    elastic: bool = False  # whether replicas may join and leave
-    rejoins: bool = False  # whether this process searches for the other replicas after losing them
-    joining: bool = False  # whether the others were already training when this process joined or rejoined
-    begun: bool = True  # whether there have been enough replicas to start training
+    elastic = False  # whether replicas come and go, each as it likes
+    begun = True  # whether there have been enough replicas to start training
+    rejoins = False  # whether this process searches for the other replicas after losing them
+    joining = False  # whether the others were already training when this process joined or rejoined
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
     counted: tuple[int, int] = (0, 0)  # inner steps finished, and sequences of all replicas in them: told to who joins
-    left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
-    relays: tuple[str, ...] = ()  # likewise: addresses through which its members find each other
 
     def __init__(
         self,
@@ -78,66 +74,13 @@ class Fleet:
         self.transports = transports
         self.group = group or ReplicaGroup()
         self.held_steps, self.restarted = held_steps or {}, restarted
-        self._roll = roll
         self.place = MeetingPlace()  # where this rank meets the others
-        self._directory: Directory | None = None
-        self._replicas, self._margin, self._batch_size = 1, 0, 1
-        self._changed = threading.Condition()
-        self._news: list[tuple[NextView, str]] = []
-        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
-        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
-        self.shares = Shares.of((0,))  # who draws which data, in an elastic run
-        self._assignments: tuple[Assignment, ...] = ()
-        self._taken: tuple[Assignment, ...] = ()
-        self._leaving: threading.Timer | None = None
-
-    @classmethod
-    def meet(
-        cls,
-        place: MeetingPlace,
-        rules: Rules,
-        *,
-        held_step: int = -1,
-        group: ReplicaGroup | None = None,
-        replicas: int = 1,
-        margin: int = 0,
-        batch_size: int = 1,
-    ) -> Fleet:
-        """Connect to the other replicas. Each rank communicates with those that hold the same shard.
-
-        Args:
-            place: this rank, and where it meets the others.
-            rules: the rules of the run.
-            held_step: the newest step from which this rank could resume; -1 for none.
-            group: the ranks of the replica; None: this rank alone.
-            replicas: the number of replicas with which training starts, if they join and leave.
-            margin: likewise the number of inner steps within which every member has to wait for a round.
-            batch_size: likewise sequences per batch of a replica (B).
-        """
-        directory = connect(place, rules, held_step=held_step, closed="it is starting" if place.elastic else "")
-        steps = {} if place.elastic else {rank: entry.held_step for rank, entry in directory.entries.items()}
-        fleet = cls([directory.transport], group=group, held_steps=steps)
-        fleet.elastic, fleet.rejoins, fleet.begun = place.elastic, not rules.together, not place.elastic
-        fleet.place, fleet._replicas, fleet._margin, fleet._batch_size = place, replicas, margin, batch_size
-        fleet._enter(directory)
-        return fleet
-
-    def _enter(self, directory: Directory) -> None:
-        self._directory, self.transports, self.joining = directory, [directory.transport], directory.joining
-        directory.transport.on_change = lambda following: encode(self._follow(following))
-        if self.elastic and not self.joining:
-            self._share(Shares.of(self.local), 1)
+        self._roll = roll
 
     @property
     def transport(self) -> Transport:
         """The transport of the first local replica."""
         return self.transports[0]
-
-    @property
-    def directory(self) -> Directory:
-        """What knows who the members are, for a fleet that has met them."""
-        assert self._directory is not None, "its members are fixed"
-        return self._directory
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -176,53 +119,29 @@ class Fleet:
             self.close()
 
     def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
-        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
-        if self._directory is not None:
-            self._directory.transport.close_to_joiners(reason, for_good=for_good)
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again. Here nobody can ask."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
-        with self._changed:
-            state = self.transport.state_dict()
-            if self.elastic:
-                state |= {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.directory.swarm}
-            return state
+        return self.transport.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
+        """Restore the state that `state_dict` returned."""
         self.transport.load_state_dict(state)
-        if self.elastic:
-            with self._changed:
-                continued = read_message(state["shares"], Shares).following(
-                    self.directory.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
-                )
-                self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
 
     # Between two steps.
 
-    def take_news(self) -> list[tuple[NextView, str]]:
-        """Return the views adopted since the last call, each with the reason."""
-        with self._changed:
-            taken, self._news = self._news, []
-            return taken
-
     def take_findings(self) -> list[str]:
-        """Return sentences for the user about what the directory has found since the last call."""
-        if self._directory is None:
-            return []
-        findings = self._directory.findings
-        return [findings.popleft() for _ in range(len(findings))]
+        """Return sentences for the user about what has been found of the others since the last call."""
+        return []
 
     def take_assignments(self) -> tuple[Assignment, ...]:
         """Return the new data assignments since the last call, which follow when replicas join or leave."""
-        with self._changed:
-            taken = tuple(each for each in self._assignments if each not in self._taken)
-            self._taken = self._assignments
-            return taken
+        return ()
 
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
-        return self._directory.details() if self._directory else {}
+        return {}
 
     def exchange_site(self, site: Site, wait_s: float) -> dict[str, Site]:
         """Tell the other replicas how this one fares with its own data. Call it on all ranks of the replica.
@@ -248,63 +167,29 @@ class Fleet:
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
-        if self.begun:
-            return
-        self.close_to_joiners("")
-        with waiting_for(self._missing), self._changed:
-            while not self.begun and not stopped() and self.transport.failure is None:
-                self._changed.wait(0.2)
-
-    def _missing(self) -> str:
-        start = self._replicas
-        more = start - self.num_members
-        return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
 
     def stop_soon(self) -> None:
         """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
 
         Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
-        asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
+        asked and waits for it.
         """
-        if self.elastic:
-            self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.directory.transport.leave_at_once())
-            self._leaving.daemon = True
-            self._leaving.start()
-        else:
-            self.roll.ask_to_stop()
+        self.roll.ask_to_stop()
 
     def end_steps(self) -> None:
         """Wait for no lost replicas any more, as this one takes no more steps."""
-        if self._directory is not None:
-            self._directory.transport.end_steps()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """Return the step after which all replicas stop, or None; ``wanted``: whether this process wants to stop."""
-        if self.elastic:  # each replica stops on its own, and the others continue
-            return step if wanted else None
         return self.roll.stop_step(step, wanted=wanted)
 
     def finish(self, *, done: bool) -> None:
         """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
-        if done and self._directory is not None:
-            try:
-                self._directory.finish()
-            except Exception:  # errors of the DHT have no common base class
-                logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
-        if not self.elastic:
-            self.roll.finish()
-        if self._directory is not None:
-            self.close()
+        self.roll.finish()
 
     def close(self) -> None:
-        """Disconnect; leave a swarm explicitly, so that the others do not have to detect the loss of this replica."""
+        """Disconnect."""
         error = sys.exception()
-        self._stop_listening()
-        if self._leaving is not None:
-            self._leaving.cancel()
-        if self.elastic:
-            self.left_at, self.relays = self.directory.others(), self.directory.relays()
-            self.directory.transport.leave()
         if self._roll is not None:
             self._roll.close("" if error is None else str(error) or repr(error))
         self.transport.close()
@@ -312,6 +197,81 @@ class Fleet:
         # if a rank is missing, NCCL would wait for it; if there is one replica, its group was that of all ranks
         if self._roll is not None and self._roll.failure is None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class MetFleet(Fleet):
+    """One rank of one replica that has met the others at addresses, may lose them, and finds them again."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        place: MeetingPlace,
+        *,
+        group: ReplicaGroup | None = None,
+        held_steps: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__([directory.transport], group=group, held_steps=held_steps)
+        self.place, self.rejoins = place, not directory.transport.rules.together
+        self._changed = threading.Condition()
+        self._news: list[tuple[NextView, str]] = []
+        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
+        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
+        self._enter(directory)
+
+    @classmethod
+    def meet(
+        cls, place: MeetingPlace, rules: Rules, *, held_step: int = -1, group: ReplicaGroup | None = None
+    ) -> MetFleet:
+        """Connect to the other replicas. Each rank communicates with those that hold the same shard.
+
+        Args:
+            place: this rank, and where it meets the others.
+            rules: the rules of the run.
+            held_step: the newest step from which this rank could resume; -1 for none.
+            group: the ranks of the replica; None: this rank alone.
+        """
+        directory = connect(place, rules, held_step=held_step, closed="")
+        steps = {rank: entry.held_step for rank, entry in directory.entries.items()}
+        return cls(directory, place, group=group, held_steps=steps)
+
+    def _enter(self, directory: Directory) -> None:
+        self.directory, self.transports, self.joining = directory, [directory.transport], directory.joining
+        directory.transport.on_change = lambda following: encode(self._follow(following))
+
+    def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
+        self.directory.transport.close_to_joiners(reason, for_good=for_good)
+
+    def take_news(self) -> list[tuple[NextView, str]]:
+        """Return the views adopted since the last call, each with the reason."""
+        with self._changed:
+            taken, self._news = self._news, []
+            return taken
+
+    def take_findings(self) -> list[str]:
+        findings = self.directory.findings
+        return [findings.popleft() for _ in range(len(findings))]
+
+    def details(self) -> dict[str, str]:
+        return self.directory.details()
+
+    def end_steps(self) -> None:
+        self.directory.transport.end_steps()
+
+    def finish(self, *, done: bool) -> None:
+        self._announce_end(done=done)
+        self.roll.finish()
+        self.close()
+
+    def _announce_end(self, *, done: bool) -> None:
+        if done:
+            try:
+                self.directory.finish()
+            except Exception:  # errors of the DHT have no common base class
+                logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
+
+    def close(self) -> None:
+        self._stop_listening()
+        super().close()
 
     # Joining and rejoining, where the others may be lost.
 
@@ -321,18 +281,16 @@ class Fleet:
         self.joining = False
         try:
             note = decode(self.directory.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
-            if self.elastic and note.shares is None:
-                raise ValueError("it does not say who draws which data")
+            self._take_welcome(note)
         except ValueError as error:
             raise RendezvousError(
                 f"The welcome note from the members can't be read: {error}. This replica does not take part."
             ) from error
         self.counted = note.steps, note.sequences
-        with self._changed:
-            if self.elastic and note.shares is not None:
-                self.begun, self._taken = note.begun, ()
-                self._share(note.shares, self.num_members)
         return step
+
+    def _take_welcome(self, note: WelcomeNote) -> None:
+        """Take over what a member says to those that join; raise ValueError if something is missing."""
 
     def rejoin(self, patience_s: float) -> None:
         """Find the other replicas, which have gone on without this one.
@@ -362,27 +320,139 @@ class Fleet:
     # View changes, in the control thread.
 
     def _follow(self, following: NextView) -> WelcomeNote:
-        """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
-        view = following.view
+        """Record an adopted view, and return the welcome note for the replicas that join it."""
         with self._changed:
-            if self.elastic:
-                shares = self.shares.following(
-                    following.from_step - 1,
-                    view.members,
-                    joined=following.joined,
-                    margin=self._margin if self.begun else 0,  # no replica trains before the run begins
-                    batch_size=self._batch_size,
-                )
-                self._share(shares, len(view.members))
             self._news.append((following, self.directory.transport.reason))
             self._changed.notify_all()
-            note = WelcomeNote(self.begun, self.shares) if self.elastic else WelcomeNote()
-            return msgspec.structs.replace(note, steps=self.counted[0], sequences=self.counted[1])
+            return WelcomeNote(steps=self.counted[0], sequences=self.counted[1])
+
+
+class Swarm(MetFleet):
+    """One replica of a swarm, in which replicas join and leave, and divide the data anew each time."""
+
+    elastic = True
+    left_at: tuple[str, ...] = ()  # once it has left: addresses at which the run goes on without it
+    relays: tuple[str, ...] = ()  # likewise: addresses through which its members find each other
+
+    def __init__(
+        self, directory: Directory, place: MeetingPlace, *, replicas: int = 1, margin: int = 0, batch_size: int = 1
+    ) -> None:
+        """Begin; the arguments are those of `found_or_join`."""
+        self.begun = False
+        self.shares = Shares.of((directory.transport.replica,))  # who draws which data
+        self._replicas, self._margin, self._batch_size = replicas, margin, batch_size
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._leaving: threading.Timer | None = None
+        super().__init__(directory, place)
+
+    @classmethod
+    def found_or_join(
+        cls,
+        place: MeetingPlace,
+        rules: Rules,
+        *,
+        held_step: int = -1,
+        replicas: int = 1,
+        margin: int = 0,
+        batch_size: int = 1,
+    ) -> Swarm:
+        """Find the swarm of a run, or found it.
+
+        Args:
+            place: this replica, and where it meets the others.
+            rules: the rules of the run.
+            held_step: the newest step from which this replica could resume; -1 for none.
+            replicas: the number of replicas with which training starts.
+            margin: the number of inner steps within which every member has to wait for a round.
+            batch_size: sequences per batch of a replica (B).
+        """
+        directory = connect(place, rules, held_step=held_step, closed="it is starting")
+        return cls(directory, place, replicas=replicas, margin=margin, batch_size=batch_size)
+
+    def _enter(self, directory: Directory) -> None:
+        super()._enter(directory)
+        if not self.joining:
+            self._share(Shares.of(self.local), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._changed:
+            state = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.directory.swarm}
+            return {**super().state_dict(), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned, with this replica as the only member."""
+        super().load_state_dict(state)
+        with self._changed:
+            continued = read_message(state["shares"], Shares).following(
+                self.directory.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
+            )
+            self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        with self._changed:
+            taken = tuple(assignment for assignment in self._assignments if assignment not in self._taken)
+            self._taken = self._assignments
+            return taken
+
+    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
+        if self.begun:
+            return
+        self.close_to_joiners("")
+        with waiting_for(self._missing), self._changed:
+            while not self.begun and not stopped() and self.transport.failure is None:
+                self._changed.wait(0.2)
+
+    def _missing(self) -> str:
+        more = self._replicas - self.num_members
+        return f"{more} more replica{'s' if more > 1 else ''}, to start with {self._replicas} (Ctrl-C leaves),"
+
+    def stop_soon(self) -> None:
+        """Leave within seconds, whatever the training waits for; work that is not shared is kept."""
+        self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.directory.transport.leave_at_once())
+        self._leaving.daemon = True
+        self._leaving.start()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Return ``step`` if this process wants to stop: each replica stops on its own, and the others continue."""
+        return step if wanted else None
+
+    def finish(self, *, done: bool) -> None:
+        self._announce_end(done=done)
+        self.close()
+
+    def close(self) -> None:
+        """Leave explicitly, so that the others do not have to detect the loss of this replica, and disconnect."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self.left_at, self.relays = self.directory.others(), self.directory.relays()
+        self.directory.transport.leave()
+        super().close()
+
+    def _take_welcome(self, note: WelcomeNote) -> None:
+        if note.shares is None:
+            raise ValueError("it does not say who draws which data")
+        with self._changed:
+            self.begun, self._taken = note.begun, ()
+            self._share(note.shares, self.num_members)
+
+    def _follow(self, following: NextView) -> WelcomeNote:
+        """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
+        with self._changed:
+            shares = self.shares.following(
+                following.from_step - 1,
+                following.view.members,
+                joined=following.joined,
+                margin=self._margin if self.begun else 0,  # no replica trains before the run begins
+                batch_size=self._batch_size,
+            )
+            self._share(shares, len(following.view.members))
+            return msgspec.structs.replace(super()._follow(following), begun=self.begun, shares=self.shares)
 
     def _share(self, shares: Shares, members: int = 0) -> None:
         """Divide the data as ``shares`` say; training begins once there are enough members."""
         self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
-        if members and self.elastic:
+        if members:
             self.begun = self.begun or members >= self._replicas
             if not self.joining:
                 self.place.note(state="training" if self.begun else "waiting for replicas")

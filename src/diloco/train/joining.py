@@ -23,7 +23,7 @@ from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.membership import names_of
 from diloco.signals import StopAsked, StopRequest
 from diloco.state_tree import readable_state
-from diloco.train.fleet import Fleet
+from diloco.train.fleet import MetFleet
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import checkpoint_of, load_session, replicas_in
@@ -36,7 +36,7 @@ OTHERS = "the other replicas"  # what a replica continues from that joins them
 OVER = "the others, which have finished"  # what stops a replica that rejoins a run which has ended
 
 
-def _join_run(session: Session, fleet: Fleet) -> None:
+def _join_run(session: Session, fleet: MetFleet) -> None:
     """Adopt what the other replicas have while they keep training, and become a member with a fresh inner optimizer."""
     (replica,) = session.replicas
     fleet.close_to_joiners("")
@@ -67,7 +67,7 @@ def _find_own_place(session: Session, replica: Replica) -> None:
         checkpoint.load_into(f"replica-{replica.number}-values", kept)
 
 
-def _adopt_state(session: Session, replica: Replica, fleet: Fleet) -> None:
+def _adopt_state(session: Session, replica: Replica, fleet: MetFleet) -> None:
     """Adopt the state of the others. Wait while they are connected but have none yet, because they have just started or
     still average gradients at every step."""
     diloco, why, transport = session.begin_diloco(replica), "", fleet.directory.transport
@@ -91,7 +91,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     step, fleet = session.totals.steps, session.fleet
     for finding in fleet.take_findings():
         emit(Note(step=step, text=finding))
-    if not fleet.rejoins:
+    if not (isinstance(fleet, MetFleet) and fleet.rejoins):
         return
     for news, reason in fleet.take_news():
         now = news.view.members if news.view else ()
@@ -141,7 +141,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     emit(Note(step=session.totals.steps, text="This replica has rejoined the others."))
 
 
-def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
+def _share_lost(fleet: MetFleet, left: Collection[int]) -> str:
     """Return a sentence on the data that nobody else has, of replicas that have left."""
     tokens = {replica: site.tokens for replica, site in fleet.transport.sites().items()}
     gone = sum(tokens.get(replica, 0) for replica in left)
@@ -149,7 +149,7 @@ def _share_lost(fleet: Fleet, left: Collection[int]) -> str:
     return f"Nobody else has the data of {names_of(sorted(left))}{share}: the run goes on without it."
 
 
-def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float) -> None:
+def _rejoin(session: Session, fleet: MetFleet, stop: StopRequest, patience_s: float) -> None:
     """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
     During the shared start there is no state to adopt yet: a replica that finds the others waits for its end. After a
@@ -181,7 +181,7 @@ def _rejoin(session: Session, fleet: Fleet, stop: StopRequest, patience_s: float
     _become_member(session, replica, fleet)
 
 
-def _become_member(session: Session, replica: Replica, fleet: Fleet) -> None:
+def _become_member(session: Session, replica: Replica, fleet: MetFleet) -> None:
     totals, timeout_s = session.totals, session.settings.network.join_timeout_s
     before = totals.steps
     with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
@@ -206,7 +206,7 @@ def find_beginning(session: Session) -> str | None:
     Return what the run continues from, for the log; None: from step 0.
     """
     fleet = session.fleet
-    if fleet.joining:
+    if isinstance(fleet, MetFleet) and fleet.joining:
         _join_run(session, fleet)
         return OTHERS
     if session.settings.checkpoint.resume is None:

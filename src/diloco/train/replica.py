@@ -37,7 +37,7 @@ from diloco.events import Event, Note
 from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
-from diloco.train.fleet import Fleet
+from diloco.train.fleet import MetFleet
 from diloco.train.inner import InnerLoop
 from diloco.transport import Pending, ReplicaGroup, Transport
 
@@ -280,7 +280,7 @@ class DynamicSteps:
     rounds and data continue as on every other replica.
     """
 
-    def __init__(self, replica: int, inner_steps: int, others: Fleet) -> None:
+    def __init__(self, replica: int, inner_steps: int, others: MetFleet) -> None:
         self._replica = replica
         self._inner_steps = inner_steps
         self._others = others

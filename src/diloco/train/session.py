@@ -20,7 +20,7 @@ from diloco.events import Event, Note, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo, check_arguments, complete
 from diloco.train.description import outer_arguments
-from diloco.train.fleet import Fleet
+from diloco.train.fleet import Fleet, MetFleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica import (
@@ -90,7 +90,7 @@ class Session:
         for transport in fleet.transports:
             self.replicas.append(self._make_replica(transport, initial))
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
-        if settings.network.straggler == "dynamic":
+        if settings.network.straggler == "dynamic" and isinstance(fleet, MetFleet):
             self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
         self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
