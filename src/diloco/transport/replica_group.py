@@ -353,11 +353,22 @@ class LeaderTransport(Transport):
         """
         leader = self.transport
         try:
-            return self.group.done_by_leader(lambda: None if leader is None else ask(leader))
-        finally:
-            said = None if leader is None else (*vars(leader.view).values(), leader.sent_bytes, leader.received_bytes)
-            view_id, members, order, self.sent_bytes, self.received_bytes = self.group.share(said)
-            self.view = View(view_id, tuple(members), tuple(order))
+            result = self.group.done_by_leader(lambda: None if leader is None else ask(leader))
+        except DiLoCoError:  # that of position 0, on every rank; after any other one ranks may be missing
+            self._follow_leader()
+            raise
+        self._follow_leader()
+        return result
+
+    def _follow_leader(self) -> None:
+        leader, said = self.transport, {}
+        if leader is not None:
+            said = {"view": vars(leader.view), "sent_bytes": leader.sent_bytes, "received_bytes": leader.received_bytes}
+        said = self.group.share(said)
+        self.view = View(
+            **{name: tuple(each) if isinstance(each, list) else each for name, each in said["view"].items()}
+        )
+        self.sent_bytes, self.received_bytes = said["sent_bytes"], said["received_bytes"]
 
     def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
         """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,22 @@ def fresh_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:
     raise RendezvousError(f"rank {rank} did not find all of the {size} ranks within {timeout_s:g} s")
 
 
+@dataclass
+class Record:
+    """What a rank says of itself."""
+
+    beat: int = 0  # greater with each renewal
+    finished: bool = False  # whether it has finished the run
+    failed: str = ""  # why the ranks can't continue; "": they can
+    broken: bool = False  # whether a collective has failed
+    stop: bool = False  # whether it asks all to stop
+    begun: int | None = None  # inner steps begun, once a rank has asked to stop
+    asks: int = 0  # the number of its questions so far
+    asked: int = -1  # whom it asked last, and what
+    question: Any = None
+    news: Any = None  # what it has told last
+
+
 class RollCall:
     """This rank's view of the others, kept up to date by a thread.
 
@@ -75,10 +92,9 @@ class RollCall:
         self._store = store
         self._beat_s = silence_s / _BEATS
         self._keys = [f"record/{each}" for each in range(size)]
-        self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": False, "stop": False}
-        self._mine |= {"begun": None, "asks": 0, "asked": -1, "question": None, "news": None}
+        self._mine = Record()
         self._begun = 0  # inner steps begun
-        self._records: Sequence[Mapping[str, Any]] = ()
+        self._records: Sequence[Record] = ()
         self._heard_s: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when it was first read
         self._served = [0] * size  # the last question of each rank
         self._read_s = time.monotonic()  # when the store last answered
@@ -114,7 +130,7 @@ class RollCall:
     def broken(self, why: str) -> ReplicaLostError:
         """Return the error after a collective has failed: wait until it is known who is lost."""
         with self._lock:
-            self._mine["broken"] = True
+            self._mine.broken = True
         self._wake.set()
         until_s = time.monotonic() + self.silence_s + 2 * self._beat_s
         while self.failure is None and time.monotonic() < until_s:
@@ -158,23 +174,23 @@ class RollCall:
     def tell(self, news: Any) -> None:
         """Tell all ranks something, as JSON, in place of what was told before."""
         with self._lock:
-            self._mine["news"] = news
+            self._mine.news = news
         self._wake.set()
 
     def told(self) -> list[Any]:
         """Return what each rank has told last, or None; nothing before all records are known."""
-        return [record["news"] for record in self._records]
+        return [record.news for record in self._records]
 
     def ask(self, rank: int, question: Any) -> None:
         """Have another rank call its `on_ask`."""
         with self._lock:
-            self._mine |= {"asks": self._mine["asks"] + 1, "asked": rank, "question": question}
+            self._mine = replace(self._mine, asks=self._mine.asks + 1, asked=rank, question=question)
         self._wake.set()
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
         with self._lock:
-            self._mine["stop"] = True
+            self._mine.stop = True
         self._wake.set()
 
     def stop_step(self, step: int, *, wanted: bool = False) -> int | None:
@@ -190,32 +206,37 @@ class RollCall:
             self.ask_to_stop()
         self.check()
         with self._lock:
-            if self._mine["begun"] is None:
+            if self._mine.begun is None:
                 self._begun = step + 1
                 return None
-        self.wait(lambda: self._all("begun"), for_records=True)
-        return max(int(each["begun"]) for each in self._records)
+        begun = list[int]()
+
+        def have_begun() -> bool:
+            begun[:] = [each.begun for each in self._records if each.begun is not None]
+            return len(begun) == self.size
+
+        self.wait(have_begun, for_records=True)
+        return max(begun)
 
     def finish(self) -> None:
         """Wait until all ranks have finished the run."""
         with self._lock:
-            self._mine["finished"] = True
-        self.wait(lambda: self._all("finished") or self._closed.is_set(), for_records=True)
+            self._mine.finished = True
+        self.wait(lambda: self._closed.is_set() or self._all_have_finished(), for_records=True)
 
     def close(self, failed: str = "") -> None:
         """Leave; ``failed`` says why, if not all ranks have finished."""
         if self._closed.is_set():
             return
         with self._lock:
-            if not (self._mine["finished"] or self._failed):
-                self._mine["failed"] = f"{self.names[self.rank]} has ended: {failed.rstrip('.') or 'it has left'}"
+            if not (self._mine.finished or self._failed):
+                self._mine.failed = f"{self.names[self.rank]} has ended: {failed.rstrip('.') or 'it has left'}"
         self._closed.set()
         self._wake.set()
         futures.wait([self._watching], _LEAVING_S)
 
-    def _all(self, name: str) -> bool:
-        # 0 steps begun are a number too, although 0 == False
-        return bool(self._records) and not any(each[name] is None or each[name] is False for each in self._records)
+    def _all_have_finished(self) -> bool:
+        return bool(self._records) and all(each.finished for each in self._records)
 
     def _watch(self) -> None:
         last = False
@@ -223,42 +244,42 @@ class RollCall:
             last = self._closed.is_set()  # the last record says why this rank has left
             self._wake.clear()
             with self._lock:
-                self._mine["beat"] += 1
-                self._mine["failed"] = self._mine["failed"] or self._failed
-                mine = json.dumps(self._mine)
+                self._mine.beat += 1
+                self._mine.failed = self._mine.failed or self._failed
+                mine = json.dumps(vars(self._mine))
             try:
                 self._store.set(self._keys[self.rank], mine)
                 if self._store.check(self._keys):
-                    self._read([json.loads(each) for each in self._store.multi_get(self._keys)])
+                    self._read([Record(**json.loads(each)) for each in self._store.multi_get(self._keys)])
             except RuntimeError as error:
-                self._closed.set() if self._mine["finished"] else self._fail(
+                self._closed.set() if self._mine.finished else self._fail(
                     f"Rank 0, which holds the store of torch.distributed, does not answer: {str(error).splitlines()[0]}"
                 )
                 return
             self._read_s = time.monotonic()
             self._wake.wait(self._beat_s)
 
-    def _read(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def _read(self, records: Sequence[Record]) -> None:
         now_s, self._records = time.monotonic(), records
-        broken = any(each["broken"] for each in records)
+        broken = any(each.broken for each in records)
         limit_s = self.silence_s / 3 if broken else self.silence_s
         for rank, record in enumerate(records):
             beat, since_s = self._heard_s.get(rank, (-1, now_s))
-            if beat != record["beat"]:
-                self._heard_s[rank] = record["beat"], now_s
-            elif now_s - since_s > limit_s and not record["finished"] and rank != self.rank:
+            if beat != record.beat:
+                self._heard_s[rank] = record.beat, now_s
+            elif now_s - since_s > limit_s and not record.finished and rank != self.rank:
                 why = "a connection has broken, and " if broken else ""
                 self._fail(f"{self.names[rank]} is lost: {why}it has not been heard from for {limit_s:g} s")
-            if record["failed"]:
-                self._fail(record["failed"])
-            if record["finished"] and not self._mine["finished"]:
+            if record.failed:
+                self._fail(record.failed)
+            if record.finished and not self._mine.finished:
                 self.others_ended_s = self.others_ended_s or now_s
-            if record["asked"] == self.rank and record["asks"] > self._served[rank]:
-                self._served[rank] = record["asks"]
-                in_thread(partial(self.on_ask, rank, record["question"]), "diloco-answer")
+            if record.asked == self.rank and record.asks > self._served[rank]:
+                self._served[rank] = record.asks
+                in_thread(partial(self.on_ask, rank, record.question), "diloco-answer")
         with self._lock:
-            if any(each["stop"] for each in records) and self._mine["begun"] is None:
-                self._mine["begun"] = self._begun
+            if any(each.stop for each in records) and self._mine.begun is None:
+                self._mine.begun = self._begun
                 self._wake.set()
 
     def _fail(self, why: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -283,8 +284,11 @@ class ConnectionManager(ControlThread):
                 await self._greet(message, reader, writer)
             else:
                 await self.services[type(message)](message, reader, writer)
-        except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
-            pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
+        except asyncio.CancelledError:
+            pass  # the end of this process; asyncio would print a traceback
+        except (OSError, EOFError, TransportError, ValueError):
+            # an unknown peer, one that left, or a fault of a service
+            logging.getLogger(__name__).debug("a connection that was accepted has ended", exc_info=True)
         finally:
             if not any(peer.writer is writer for peer in self.peers.values()):
                 await _part(writer)
