@@ -361,14 +361,13 @@ class LeaderTransport(Transport):
         return result
 
     def _follow_leader(self) -> None:
-        leader, said = self.transport, {}
+        """Make the view and the traffic of every rank those of position 0."""
+        leader, told = self.transport, dict[str, Any]()
         if leader is not None:
-            said = {"view": vars(leader.view), "sent_bytes": leader.sent_bytes, "received_bytes": leader.received_bytes}
-        said = self.group.share(said)
-        self.view = View(
-            **{name: tuple(each) if isinstance(each, list) else each for name, each in said["view"].items()}
-        )
-        self.sent_bytes, self.received_bytes = said["sent_bytes"], said["received_bytes"]
+            told = vars(leader.view) | {"sent_bytes": leader.sent_bytes, "received_bytes": leader.received_bytes}
+        told = self.group.share(told)
+        self.view = View(told["id"], tuple(told["members"]), tuple(told["order"]))
+        self.sent_bytes, self.received_bytes = told["sent_bytes"], told["received_bytes"]
 
     def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
         """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""
