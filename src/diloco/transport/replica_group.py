@@ -389,11 +389,11 @@ class LeaderTransport(Transport):
 def _described(error: DiLoCoError) -> dict[str, Any]:
     # the class of a plug-in's error may be unknown to the other ranks; all derive from `DiLoCoError`, which they know
     known = next(each for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
-    taken = signature(known.__init__).parameters
+    _, first, *_ = taken = signature(known.__init__).parameters  # its words, which may be a part of the message
     fields = {name: value for name, value in vars(error).items() if name in taken}
-    return {"class": known.__name__, "message": str(error), "fields": fields}
+    return {"class": known.__name__, "words": fields.pop(first, str(error)), "fields": fields}
 
 
 def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
     kind: type[DiLoCoError] = getattr(errors, described["class"])
-    return kind(described["message"], **described["fields"])
+    return kind(described["words"], **described["fields"])
