@@ -353,12 +353,9 @@ class LeaderTransport(Transport):
         """
         leader = self.transport
         try:
-            result = self.group.done_by_leader(lambda: None if leader is None else ask(leader))
-        except DiLoCoError:  # that of position 0, on every rank; after any other one ranks may be missing
+            return self.group.done_by_leader(lambda: None if leader is None else ask(leader))
+        finally:  # also after an error of position 0, which a void round is
             self._follow_leader()
-            raise
-        self._follow_leader()
-        return result
 
     def _follow_leader(self) -> None:
         """Make the view and the traffic of every rank those of position 0."""
