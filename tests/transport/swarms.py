@@ -52,7 +52,7 @@ def streams_of(transport: PeerTransport) -> PeerStreams:
 
 def over_libp2p(transports: Sequence[PeerTransport]) -> bool:
     """Return whether payloads go over libp2p, where a second stripe would be useless."""
-    return any(peer.single for each in transports for peer in each.connections.peers.values())
+    return any(peer.link.single for each in transports for peer in each.connections.peers.values())
 
 
 class Swarms:
