@@ -151,4 +151,4 @@ def test_a_round_in_which_one_shard_has_diverged_is_void_for_all_ranks(tmp_path:
     assert (first["counts"]["void"], first["counts"]["committed"]) == (1, 0)
     assert (first["moved"], second["moved"]) == (not lies, False)
     assert ("differs from the one" if lies else "majority's state") in first["reason"]
-    assert second["reason"].startswith("The round is void for another rank of this replica.")
+    assert second["reason"].startswith("it is void for another rank of this replica. ")

@@ -437,7 +437,8 @@ class DiLoCo:
             reason = str(error or "it is void for another rank of this replica")
             if isinstance(error, RoundVoidError):
                 reason = error.reason
-            reason += f" {self.recovery.resync(fragment, diverged)}" if any_diverged else ""
+            if any_diverged:
+                reason = f"{reason.rstrip('.')}. {self.recovery.resync(fragment, diverged)}"
         elif (average := fragment.received(average)).donor is not None:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
