@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from diloco.errors import DEBUG
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -99,7 +101,8 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         numbers = {logging.ERROR: "error", logging.WARNING: "warning", logging.INFO: "info"}  # hivemind renames levels
-        say(self.format(record), next((name for number, name in numbers.items() if record.levelno >= number), "debug"))
+        level = next((name for number, name in numbers.items() if record.levelno >= number), "debug")
+        say(self.format(record), level, **getattr(record, "fields", {}))
 
 
 def say(words: str, level: str = "info", **fields: Any) -> None:
@@ -115,12 +118,16 @@ def say(words: str, level: str = "info", **fields: Any) -> None:
 
 
 def log_to_stderr(*, as_json: bool = False) -> None:
-    """Print the warnings of this package, such as reports of waits, as `say` does; as JSON, also those of libraries."""
+    """Print the warnings of this package, such as reports of waits, as `say` does.
+
+    As JSON, also those of libraries, and after ``--debug`` all of this package, with the events of the protocol.
+    """
     _ToStderr.as_json = as_json
     logging.captureWarnings(as_json)
     for logger in map(logging.getLogger, ("diloco", "py.warnings")):
         if not logger.handlers:
             logger.addHandler(_ToStderr())
+    logging.getLogger("diloco").setLevel(logging.DEBUG if as_json and DEBUG.get() else logging.NOTSET)
 
 
 @contextmanager

@@ -419,6 +419,8 @@ def test_the_processes_of_replicas_get_what_was_typed_with_places_after_dashes(
     assert main(words) == 0
     line = parse_arguments(commands[0][1:])
     assert (line.file, line.values["network.join"], line.values["network.replica"]) == (file, ("h:1",), 1)
+    assert main(["--debug", *words]) == 0
+    assert "--debug" in commands[1][: commands[1].index("--")]
 
 
 @pytest.mark.parametrize(("term", "moves"), [("xterm", True), ("dumb", False)])

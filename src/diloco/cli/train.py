@@ -43,7 +43,7 @@ from diloco.config import (
     resume_command,
     told_settings,
 )
-from diloco.errors import ConfigurationError, NoCheckpointError
+from diloco.errors import DEBUG, ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
 from diloco.train import LAUNCHED, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
@@ -284,10 +284,12 @@ def run_line(line: CommandLine, typed: Sequence[str], corpus: Corpus | None = No
             if role.kind == "launcher":
                 from diloco.train import launch
 
-                out = [] if "out" in line.values or plan.source is not None else ["--out", str(folder)]
+                more = ["--debug"] if DEBUG.get() else []
+                if "out" not in line.values and plan.source is None:
+                    more += ["--out", str(folder)]
                 code = launch(
                     settings.network,  # only places may follow what is typed
-                    lambda m, at: [typed[0], "--join", str(at), "--replica", str(m), *out, *typed[1:]],
+                    lambda m, at: [typed[0], "--join", str(at), "--replica", str(m), *more, *typed[1:]],
                     say,
                     lock,
                 )

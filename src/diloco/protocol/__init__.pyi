@@ -24,6 +24,7 @@ from .events import Submitted as Submitted
 from .events import Timer as Timer
 from .events import TimerFired as TimerFired
 from .events import Yielded as Yielded
+from .journal import LoggedMachine as LoggedMachine
 from .machine import Machine as Machine
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers

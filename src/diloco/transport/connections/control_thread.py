@@ -12,13 +12,13 @@ import logging
 import selectors
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
-from diloco.protocol import Effects, Event, Machine, MessageError, Received, Rules, Timer, TimerFired
+from diloco.protocol import Effects, Event, LoggedMachine, Machine, MessageError, Received, Rules, Timer, TimerFired
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 from diloco.waiting import elapsed_s
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 Acts = list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]
 """Functions, each with the arguments of its calls."""
+
+_LOG = logging.getLogger(__name__)
 
 CLOSING_S = 8.0  # tasks that hang for longer, on a dead network or a busy thread, end with the process
 CANCELLING_S = 1.0
@@ -61,7 +63,8 @@ class ControlThread:
 
     def __init__(self, rules: Rules) -> None:
         self.rules, self.rank = rules, rules.rank  # of this process
-        self.machine = Machine(rules)
+        logs = _LOG.isEnabledFor(logging.DEBUG)
+        self.machine = LoggedMachine(rules, _log_event) if logs else Machine(rules)
         self.changed = threading.Condition()  # its lock guards the machine; notified after each event
         self.acts: Callable[[Effects], Acts] = lambda effects: []  # what carries out effects, but for timers
         self.left = ""  # why this rank has closed its transport; "": it has not
@@ -269,3 +272,7 @@ class ControlThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+def _log_event(words: str, fields: Mapping[str, Any]) -> None:
+    _LOG.debug("%s", words, extra={"fields": fields})
