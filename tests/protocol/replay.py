@@ -3,10 +3,12 @@
 FILE has what ``diloco --debug train --log json`` wrote to standard error, of any number of ranks.
 """
 
+import ast
 import contextlib
 import functools
 import json
 import operator
+import re
 import sys
 from base64 import b64decode
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ import msgspec
 from diloco import errors
 from diloco.protocol import Event, LoggedMachine, Rules
 
+_ELEMENT = re.compile(r"RoundId\([^()]*\)|-?\d+")
 _EVENTS: Any = functools.reduce(operator.or_, Event.__subclasses__())
 
 
@@ -33,12 +36,16 @@ class _Again:
         """Run an event again; return how its effects differ from those that were logged, or ""."""
         with contextlib.suppress(Exception):  # it is an effect, too
             self._machine.handle(line["at_s"], _event(line["input"]))
-        effects = self._entries[-1]["effects"]
-        if effects == line["effects"]:
+        then, now = line["effects"], self._entries[-1]["effects"]
+        if _sorted(then) == _sorted(now):
             self.number += 1
             return ""
-        before, now = json.dumps(line["effects"]), json.dumps(effects)
-        return f"event {self.number + 1}, {line['message']}\n  then: {before}\n  now:  {now}"
+        return f"event {self.number + 1}, {line['message']}\n  then: {then}\n  now:  {now}"
+
+
+def _sorted(text: str) -> str:
+    """Return effects with the elements of each set in order."""
+    return re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda found: str(sorted(_ELEMENT.findall(found[1]))), text)
 
 
 def replay(lines: Iterable[str]) -> dict[int, int | str]:
@@ -65,9 +72,12 @@ def _event(packed: str) -> Any:
     return msgspec.msgpack.decode(b64decode(packed), type=_EVENTS, dec_hook=_error)
 
 
-def _error(kind: type, text: str) -> Exception:
-    name, _, words = text.partition(": ")
-    return getattr(errors, name)(words)
+def _error(kind: type, text: str) -> Any:
+    """Return the error whose `repr` is logged."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    return getattr(errors, call.func.id)(*map(ast.literal_eval, call.args))
 
 
 def main(file: str) -> None:

@@ -246,7 +246,7 @@ class Rank:
 
     def _call(self, event: Event) -> Effects:
         effects = self.machine.handle(self.now_s, event)
-        self.machine.validate()
+        check_machine(self.machine)
         for rank, message in effects.messages:
             self.send(rank, message)
         for rank in effects.hang_ups:
@@ -275,7 +275,8 @@ class Rank:
             if not given.verdict.void:
                 plan = plan_round(self._given[self._step_of(given.round)], len(given.uplinks), given.uplinks)
                 self.shards[given.view_id, given.round, self.machine.rules.position] = plan.shards
-        self._answer = effects.answer or self._answer
+        for answer in effects.answers:
+            self._answer = answer
         return effects
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -424,6 +425,28 @@ def finish(network: Network) -> None:
         if idle > TURN_TICKS or (idle and not any(node.waits for node in there)):
             return
     raise AssertionError("a view change takes longer than it may")
+
+
+def check_machine(machine: Machine) -> None:
+    """Check what holds between two events."""
+    views, rounds, me = machine.views, machine.rounds, machine.rules.replica
+    change, failed = views.change, views.failure is not None
+    assert not views.is_member or me in views.view.members, "a member of a view that it is not in"
+    assert change is None or change.view == views.view, "a change of another view"
+    assert change is None or rounds.frozen, "rounds go on during a view change"
+    if views.is_member and not failed:
+        assert rounds.view == views.view, "rounds of another view"
+        assert change is not None or not rounds.frozen, "rounds are frozen for ever"
+    assert rounds.view is not None or not rounds._rounds, "rounds without a view"
+    assert not rounds._void & rounds._commits.keys(), "a round is committed and void"
+    assert not rounds._waiting or not failed, "a contribution waits for ever"
+    assert not rounds._waiting or rounds.view is None or rounds.frozen, "contributions wait though a view is active"
+    for each in rounds._rounds.values() if not failed else ():
+        mine = each.votes.get(machine.rules.rank)
+        assert not each.committed or (mine is not None and mine.ok), "committed without this rank's vote"
+        assert each.committed is not None or not each.concluded, "an undecided round has an outcome"
+        assert each.concluded or each.committed is None or each.begun is None, "a decided round has no outcome"
+        assert each.verdict is None or each.was_begun, "a round is judged before it was begun"
 
 
 def assert_nothing(effects: Effects) -> None:

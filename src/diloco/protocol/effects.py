@@ -82,7 +82,7 @@ class Effects:
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
     registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
     introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't
-    answer: Answer | None = None  # to this rank's request to join; a welcome is the last one
+    answers: list[Answer] = field(default_factory=list)  # to this rank's request to join; a welcome is the last one
     silent: list[int] = field(default_factory=list)  # ranks that count as lost by silence
     stalled: bool = False  # this process stood still, so whoever owes it something has time again
 

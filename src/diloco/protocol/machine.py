@@ -10,7 +10,6 @@ from __future__ import annotations
 import msgspec
 
 from diloco.algorithm import RoundId
-from diloco.errors import TransportError
 from diloco.protocol.effects import Effects, Outbox, RoundFailed, ViewBegan
 from diloco.protocol.events import (
     Announced,
@@ -102,7 +101,9 @@ class Machine:
                 case RoundFailed() as failed:
                     self.views.handle_failure(failed)
                 case ViewBegan() as began:
-                    self._begin_view(began)
+                    self.said.begin_view(self.roster.processes(self.views.view))
+                    self._release_held()
+                    self.views.on_view(began)
         if self.views.failure is not None and self._stops_together:
             self._stop()
         if self.views.waiting and (self.said.stopping or self._leaves_if_waiting):
@@ -110,12 +111,6 @@ class Machine:
         outbox.effects.waiting = self.views.waiting
         effects, outbox.effects = outbox.effects, Effects()
         return effects
-
-    def validate(self) -> None:
-        """Assert what holds between two calls, for tests."""
-        self.views.validate()
-        self.rounds.validate()
-        assert not self._outbox.queue, "something was not done"
 
     def present(self) -> set[int]:
         """Return the connected ranks of the view, and this one."""
@@ -181,7 +176,9 @@ class Machine:
             case Yielded(why):
                 views.stop(why)
             case Closed(failure):
-                self._close(failure)
+                views.close(failure)
+                if self._stops_together and self.rules.continue_without_lost:
+                    views.hang_up_on_others()  # these continue: only the ranks of this replica are to stop
 
     def _connect(self, rank: int, connection: int, address: str, process: str) -> None:
         views = self.views
@@ -208,17 +205,7 @@ class Machine:
                 self.said.sites[self.rules.rank] = message.site
                 self._send_to_others(message)
 
-    def _close(self, failure: TransportError) -> None:
-        self.views.close(failure)
-        if self._stops_together and self.rules.continue_without_lost:
-            self.views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
-
     # What follows.
-
-    def _begin_view(self, began: ViewBegan) -> None:
-        self.said.begin_view(self.roster.processes(self.views.view))
-        self._release_held()
-        self.views.on_view(began)
 
     @property
     def _stops_together(self) -> bool:
@@ -243,15 +230,13 @@ class Machine:
 
     def _receive(self, sender: int, message: Message) -> None:
         self.roster.note_message(sender, self._outbox.now_s)
-        if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
-            return
         match message:
             case Beat() | Store():
                 pass
             case Welcome() | Refused():
                 if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
                     self._is_welcome = isinstance(message, Welcome)
-                    self._outbox.effects.answer = message, dict(self.roster.connections)
+                    self._outbox.effects.answers.append((message, dict(self.roster.connections)))
             case FactsMessage():
                 if (mine := self.said.receive(sender, message, self.roster.connections.get(sender))) is not None:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
@@ -269,6 +254,8 @@ class Machine:
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
+        if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
+            return
         match message:
             case Announcement():
                 self._receive_announcement(sender, message)
@@ -346,11 +333,8 @@ class Machine:
         """Process the messages that were held until this view began; those about later views are held again."""
         waiting, self._held = self._held, []
         for sender, data, connection, _ in waiting:
-            message: Message = decode(data, Message)
-            if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
-                continue
             try:
-                self._process(sender, message, connection)
+                self._process(sender, decode(data, Message), connection)
             except MessageError as error:
                 words = f"replica {self.rules.replica_of(sender)} sent an invalid message: {error}"
                 self.views.drop(sender, words)

@@ -134,14 +134,6 @@ class Round:
             return msgspec.structs.replace(begun, sent_s=now_s, paused_s=0.0)
         return msgspec.structs.replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
 
-    def validate(self) -> None:
-        """Assert what holds between two calls, for tests."""
-        mine = self.votes.get(self.rules.rank)
-        assert not self.committed or (mine is not None and mine.ok), "committed without this rank's vote"
-        assert self.committed is not None or not self.concluded, "an undecided round has an outcome"
-        assert self.concluded or self.committed is None or self.begun is None, "a decided round has no outcome"
-        assert self.verdict is None or self.was_begun, "a round is judged before it was begun"
-
     def free(self) -> None:
         if self.concluded and not self.exchanging:
             self.begun = None

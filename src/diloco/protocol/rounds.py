@@ -395,14 +395,3 @@ class Rounds:
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
-
-    def validate(self) -> None:
-        """Assert what holds between two calls, for tests."""
-        assert self.view is not None or not self._rounds, "rounds without a view"
-        assert not self._void & self._commits.keys(), "a round is committed and void"
-        if self.failure is not None:
-            assert not self._waiting, "a contribution waits for ever"
-            return
-        assert self.view is None or self.frozen or not self._waiting, "contributions wait though a view is active"
-        for each in self._rounds.values():
-            each.validate()

@@ -452,16 +452,6 @@ class Views:
             self._roster.disconnect(rank)
             self._outbox.effects.hang_ups.append(rank)
 
-    def validate(self) -> None:
-        """Assert what holds between two calls, for tests."""
-        me, change = self._rules.replica, self.change
-        assert not self.is_member or me in self.view.members, "a member of a view that it is not in"
-        assert change is None or change.view == self.view, "a change of another view"
-        assert change is None or self._rounds.frozen, "rounds go on during a view change"
-        if self.is_member and self.failure is None:
-            assert self._rounds.view == self.view, "rounds of another view"
-            assert change is not None or not self._rounds.frozen, "rounds are frozen for ever"
-
 
 def _all_stop(why: str) -> str:
     return f"{why}; all replicas stop when one is lost. Committed rounds stay committed."

@@ -18,7 +18,7 @@ from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Site
 from diloco.membership import Count, NextView
-from diloco.protocol import Rules, WireMessage, decode, encode
+from diloco.protocol import Left, Rules, WireMessage, decode, encode
 from diloco.transport import (
     Directory,
     Lost,
@@ -409,7 +409,7 @@ class Swarm(MetFleet):
 
     def stop_soon(self) -> None:
         """Leave within seconds, whatever the training waits for; work that is not shared is kept."""
-        self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.directory.transport.leave_at_once())
+        self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.directory.transport.post(Left()))
         self._leaving.daemon = True
         self._leaving.start()
 

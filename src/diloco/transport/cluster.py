@@ -93,7 +93,8 @@ def connect_process_group(
 
     All ranks must call it. It makes groups of its own, so a loop may use the given ones meanwhile. The end of the
     ``with`` block waits until all ranks have reached it. If a rank is lost, every round raises `ReplicaLostError`,
-    which names it, on all others. A rank that is then inside another collective for ``silence_s`` is ended.
+    which names it, on all others. One that is then inside another collective stays there until torchrun ends it, or
+    until that collective fails or times out.
 
     Args:
         mesh_or_group: a device mesh whose dimension "replica" has one rank of each replica, or which has one dimension;

@@ -6,10 +6,7 @@ A rank whose record no longer changes is lost; then all ranks name it and end. N
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import sys
 import threading
 import time
 import uuid
@@ -19,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import xxhash
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -97,26 +93,22 @@ class RollCall:
         self._records: Sequence[Record] = ()
         self._heard_s: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when it was first read
         self._served = [0] * size  # the last question of each rank
-        self._read_s = time.monotonic()  # when the store last answered
         self._failed = ""
-        self._told = False  # whether the failure has reached the caller
-        self._trains = threading.get_ident()
         self._lock = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._watching = in_thread(self._watch, "diloco-roll-call")
-        in_thread(self._guard, "diloco-roll-guard")
 
     @property
     def failure(self) -> ReplicaLostError | None:
         """Why the ranks can't continue, or None."""
         if not self._failed:
             return None
-        return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end{_what_follows()}.")
+        return ReplicaLostError(
+            f"{self._failed}. Membership is fixed, so all ranks end. Restart them with --resume, unless torchrun does."
+        )
 
     def check(self) -> None:
-        self._trains = threading.get_ident()  # whoever trains calls this
         if (failure := self.failure) is not None:
-            self._told = True
             raise failure
 
     def wait(self, done: Callable[[], bool], *, for_records: bool = False) -> None:
@@ -127,17 +119,6 @@ class RollCall:
                 self._wake.set()
             time.sleep(_HURRY_S if for_records else _POLL_S)
 
-    def broken(self, why: str) -> ReplicaLostError:
-        """Return the error after a collective has failed: wait until it is known who is lost."""
-        with self._lock:
-            self._mine.broken = True
-        self._wake.set()
-        until_s = time.monotonic() + self.silence_s + 2 * self._beat_s
-        while self.failure is None and time.monotonic() < until_s:
-            time.sleep(_POLL_S)
-        self._told = True
-        return self.failure or ReplicaLostError(f"A collective has failed, and all ranks are alive: {why}")
-
     def check_round(self) -> None:
         """Raise `ReplicaLostError` if a round that this rank waits for will never be decided."""
         self.check()
@@ -146,10 +127,19 @@ class RollCall:
 
     def explained(self, error: Exception) -> Exception:
         """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
-        for each in (error, error.__cause__):  # as `ReplicaGroup` raises it
-            if isinstance(each, RuntimeError) and is_of_the_network(each):
-                return self.broken(str(each).splitlines()[0])
-        return error
+        for failed in (error, error.__cause__):  # as `ReplicaGroup` raises it
+            if isinstance(failed, RuntimeError) and is_of_the_network(failed):
+                break
+        else:
+            return error
+        with self._lock:
+            self._mine.broken = True
+        self._wake.set()
+        until_s = time.monotonic() + self.silence_s + 2 * self._beat_s
+        while self.failure is None and time.monotonic() < until_s:  # it is not known yet who is lost
+            time.sleep(_POLL_S)
+        why = str(failed).splitlines()[0]
+        return self.failure or ReplicaLostError(f"A collective has failed, and all ranks are alive: {why}")
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
@@ -256,7 +246,6 @@ class RollCall:
                     f"Rank 0, which holds the store of torch.distributed, does not answer: {str(error).splitlines()[0]}"
                 )
                 return
-            self._read_s = time.monotonic()
             self._wake.wait(self._beat_s)
 
     def _read(self, records: Sequence[Record]) -> None:
@@ -285,59 +274,3 @@ class RollCall:
     def _fail(self, why: str) -> None:
         with self._lock:
             self._failed = self._failed or why
-
-    def _guard(self) -> None:
-        """End this process after a failure if the thread that trains stays in one call, as in a collective.
-
-        A thread that works without the others, or waits for one that does, such as that which writes a checkpoint, will
-        learn of the failure.
-        """
-        place: tuple[Any, ...] = ()
-        since_s = time.monotonic()
-        while not (self._closed.wait(self._beat_s) or self._told):
-            now_s = time.monotonic()
-            if now_s - self._read_s > 2 * self.silence_s:
-                self._fail(
-                    "The store of torch.distributed, which rank 0 or torchrun holds, is silent for "
-                    f"{now_s - self._read_s:.0f} s"
-                )
-            last, place = place, _place(self._trains)
-            waits = bool(place) and place[0].f_code.co_filename == threading.__file__
-            if self.failure is None or place != last or waits:
-                since_s = now_s
-            elif now_s - since_s > self.silence_s:
-                print(f"diloco: {self.failure} A collective does not end, so this process does.", file=sys.stderr)
-                sys.stderr.flush()
-                os._exit(1)
-
-
-def _what_follows() -> str:
-    """Return what happens after all ranks have ended, if torchrun tells how often it starts them again."""
-    most, used = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    again = most.isdecimal() and used.isdecimal() and int(used) < int(most)
-    return ", and torchrun starts them again" if again else "; restart them with --resume"
-
-
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def _frame_of(thread: int) -> Any:
-    """Return the frame in which a thread is, or None if it has ended."""
-    with _ONE_AT_A_TIME:
-        collects = gc.isenabled()
-        gc.disable()  # a collection there that releases the GIL, as process groups do, deadlocks (CPython gh-106883)
-        try:
-            return sys._current_frames().get(thread)
-        finally:
-            if collects:
-                gc.enable()
-
-
-def _place(thread: int) -> tuple[Any, ...]:
-    """Return where a thread is, or () if it has ended: the frame, the position in it, and the processor time spent."""
-    frame = _frame_of(thread)  # itself, as another one may get its address
-    if frame is None:
-        return ()
-    # a thread that waits for a GPU spends time, and macOS and Windows don't tell it
-    told = hasattr(time, "pthread_getcpuclockid") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    return frame, frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread)) if told else 0.0

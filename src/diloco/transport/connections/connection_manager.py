@@ -345,8 +345,11 @@ class ConnectionManager(ControlThread):
             self.drop({self.peers[out]: "too many connected peers are not members"})
 
     def _deliver(self, rank: int, message: Message) -> None:
-        self.handle(Received(rank, message))
-        if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
+        if not isinstance(message, Store):
+            self.handle(Received(rank, message))
+            return
+        self.handle(Received(rank, Beat()))  # for the machine it is no more; its value may be secret, and isn't logged
+        if receive := self.receivers.get(message.key):
             try:
                 receive(rank, message.value)
             except MessageError:

@@ -12,7 +12,7 @@ import logging
 import selectors
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -63,8 +63,9 @@ class ControlThread:
 
     def __init__(self, rules: Rules) -> None:
         self.rules, self.rank = rules, rules.rank  # of this process
-        logs = _LOG.isEnabledFor(logging.DEBUG)
-        self.machine = LoggedMachine(rules, _log_event) if logs else Machine(rules)
+        self.machine = Machine(rules)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            self.machine = LoggedMachine(rules, lambda words, each: _LOG.debug("%s", words, extra={"fields": each}))
         self.changed = threading.Condition()  # its lock guards the machine; notified after each event
         self.acts: Callable[[Effects], Acts] = lambda effects: []  # what carries out effects, but for timers
         self.left = ""  # why this rank has closed its transport; "": it has not
@@ -132,7 +133,7 @@ class ControlThread:
     def note(self, event: Event) -> None:
         """Let the machine take in an event at once; it has no effects."""
         with self.changed:
-            self._take_in(event)
+            self.machine.handle(self.loop.time(), event)
 
     def wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
         """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event."""
@@ -170,7 +171,7 @@ class ControlThread:
             return Effects()
         try:
             with self.changed:
-                effects = self._take_in(event)
+                effects = self.machine.handle(self.loop.time(), event)
                 self.changed.notify_all()
         except Exception as error:
             if isinstance(event, Received) and isinstance(error, MessageError):
@@ -187,9 +188,6 @@ class ControlThread:
         if errors:
             self.fail(errors[0])
         return effects
-
-    def _take_in(self, event: Event) -> Effects:
-        return self.machine.handle(self.loop.time(), event)
 
     def _set_timer(self, timer: Timer, delay_s: float | None) -> None:
         if handle := self._timers.pop(timer, None):
@@ -214,7 +212,7 @@ class ControlThread:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         who = "this process" if self.rank < 0 else f"rank {self.rank}"
         self.fault = f"{who} has ended all connections after an internal error ({what}). Please report it."
-        logging.getLogger(__name__).error("%s", self.fault, exc_info=error)
+        _LOG.error("%s", self.fault, exc_info=error)
         self._failing = self.loop.create_task(self.end())
         self.on_fault()
 
@@ -238,7 +236,7 @@ class ControlThread:
         try:
             await within(CLOSING_S, self.end())
         except TimeoutError:
-            logging.getLogger(__name__).debug("some tasks of the control thread did not end within %g s", CLOSING_S)
+            _LOG.debug("some tasks of the control thread did not end within %g s", CLOSING_S)
         finally:
             self.loop.stop()
 
@@ -266,13 +264,9 @@ class ControlThread:
         text = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ended = isinstance(error, (ssl.SSLError, ConnectionError))  # a connection, whose owner has been told
         level = logging.DEBUG if self._closing or ended else logging.WARNING
-        logging.getLogger(__name__).log(level, "a task of the connections failed: %s", text)
-        logging.getLogger(__name__).debug("its traceback", exc_info=error)
+        _LOG.log(level, "a task of the connections failed: %s", text)
+        _LOG.debug("its traceback", exc_info=error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-
-
-def _log_event(words: str, fields: Mapping[str, Any]) -> None:
-    _LOG.debug("%s", words, extra={"fields": fields})

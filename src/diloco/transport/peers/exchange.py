@@ -84,7 +84,8 @@ class PayloadExchange:
     def __init__(
         self, contribution: Contribution, view: View, links: Mapping[int, PayloadLink], connections: ConnectionManager
     ) -> None:
-        self.contribution, self.view, self.members = contribution, view, view.members
+        self.contribution, self.members = contribution, view.members
+        self._ended = partial(Exchanged, view.id, contribution.round)
         self.me = self.members.index(contribution.replica)
         # which contributions to sum, or why the exchange has failed
         self.verdict: Future[GiveVerdict] = Future()
@@ -133,7 +134,6 @@ class PayloadExchange:
 
     def run(self, on_mean: Callable[[str], None]) -> Exchanged:
         """Sum the payloads, until the exchange has ended, and tell ``on_mean`` the digest of the mean."""
-        ended = partial(Exchanged, self.view.id, self.contribution.round)
         try:
             given = self.verdict.result()
             weights, contributors = given.weights, given.verdict.contributors
@@ -155,15 +155,15 @@ class PayloadExchange:
             on_mean(self.mean.digest())
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
-            return ended()
+            return self._ended()
         except CancelledError:
-            return ended()
+            return self._ended()
         except TransportError as error:
             peer_lost = len(self._links) + 1 < len(self.members) or any(link.ended for link in self._links.values())
-            return ended(str(error), peer_lost=peer_lost)
+            return self._ended(str(error), peer_lost=peer_lost)
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
-            return ended(words, spoiler=error.replica if isinstance(error, CodecError) else None)
+            return self._ended(words, spoiler=error.replica if isinstance(error, CodecError) else None)
 
     def cancel(self) -> None:
         """Stop, as the round is void or has ended: who waits is released. Runs in the thread of the peers."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +27,6 @@ from diloco.protocol import (
     Closed,
     ClosedToJoiners,
     Effects,
-    Ejected,
     Entered,
     Entry,
     FactsMessage,
@@ -76,7 +75,8 @@ class PeerTransport(BackgroundTransport):
         thread.acts, thread.on_fault = self._acts, self._end_waiting
         self._machine, self._changed = thread.machine, thread.changed
         self.views = self._machine.views  # those that it has been a member of, and the next one
-        self._post, self._call, self._wait_for = thread.post_event, thread.call_event, thread.wait_for
+        self.post = thread.post_event  # lets the machine take in an event soon; for any thread
+        self._call, self._wait_for = thread.call_event, thread.wait_for
         self._answer: Answer | None = None  # to the request to join
         self.links = links(thread)
         self._rounds = RoundsInFlight(self.links)
@@ -227,7 +227,7 @@ class PeerTransport(BackgroundTransport):
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(Announced(Announcement("speed", steps_per_s)))
+        self.post(Announced(Announcement("speed", steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -235,7 +235,7 @@ class PeerTransport(BackgroundTransport):
         return {self.rules.replica_of(rank): speed for rank, speed in speeds.items() if rank != self.rules.rank}
 
     def announce_site(self, site: Site) -> None:
-        self._post(Announced(SiteMessage(site)))
+        self.post(Announced(SiteMessage(site)))
 
     def sites(self) -> Mapping[int, Site]:
         sites = dict(self._machine.said.sites)  # at once, as the control thread changes it
@@ -244,7 +244,7 @@ class PeerTransport(BackgroundTransport):
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
         others_continue = self._machine.rounds.others_have_contributed
-        self._post(Announced(Announcement("finished", self.step)))
+        self.post(Announced(Announcement("finished", self.step)))
         self._met("finished", others_continue)
         with self._changed:
             leaves = others_continue()
@@ -260,26 +260,14 @@ class PeerTransport(BackgroundTransport):
             self._call(Left(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
-    def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
-        """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
-        self._post(Ejected(frozenset(replicas), by, why))
-
     def close_to_joiners(self, why: str, *, for_good: bool = False) -> None:
         """Refuse replicas that ask to join, for the reason ``why``; "" admits them again."""
         self.never_opens = for_good
         self.connections.note(ClosedToJoiners(why))
 
-    def end(self, failure: TransportError) -> None:
-        """Take part in no more rounds; those in flight end with ``failure``. For any thread."""
-        self._post(Closed(failure))
-
-    def leave_at_once(self) -> None:
-        """Leave without waiting for the others. For any thread."""
-        self._post(Left())
-
     def end_steps(self) -> None:
         """Wait for no lost members any more, as this rank takes no more steps; rounds in flight may end yet."""
-        self._post(Left(if_waiting=True))
+        self.post(Left(if_waiting=True))
 
     def close(self) -> None:
         """End all connections within seconds. Operations that wait in other threads fail at once.
@@ -309,12 +297,12 @@ class PeerTransport(BackgroundTransport):
         """
         self.view = view
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
-        self.close_to_joiners(closed)
+        self.connections.note(ClosedToJoiners(closed))
         self._call(Begun(view, member))
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(Announced(Join(entry)))
+        self.post(Announced(Join(entry)))
         self._wait_for(lambda: self._answer, timeout_s)
         with self._changed:
             answer, self._answer = self._answer, None
@@ -339,7 +327,7 @@ class PeerTransport(BackgroundTransport):
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in present() - said.entries.keys()})
 
-        self._post(Announced(FactsMessage(entry)))
+        self.post(Announced(FactsMessage(entry)))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
             self._wait_for(lambda: said.mine == entry and (said.refusal() or not unready()), timeout_s)
             why, missing = said.refusal(), unready()
@@ -354,7 +342,7 @@ class PeerTransport(BackgroundTransport):
 
     def ask_to_stop(self) -> None:
         self._asked_to_stop = True
-        self._post(Announced(Announcement("stop", 0)))
+        self.post(Announced(Announcement("stop", 0)))
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """Do as `Transport.stop_step`, if half of the members ask for it. One that is alone leaves."""
@@ -402,7 +390,7 @@ class PeerTransport(BackgroundTransport):
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
             (self._note_waiting, [(effects.waiting,)]),
-            (self._note_answer, [(effects.answer,)] if effects.answer is not None else []),
+            (self._note_answer, zip(effects.answers)),
         ]
 
     def _note_answer(self, answer: Answer) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 from diloco.errors import RendezvousError, TransportError
 from diloco.events import Event
 from diloco.membership import names_of, refusal
-from diloco.protocol import Entry, MessageError, Refused, Rules, Store, decode, encode
+from diloco.protocol import Closed, Ejected, Entry, MessageError, Refused, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import NotNowError, say, within
@@ -260,7 +260,8 @@ class SwarmDirectory(Directory):
                 raise MessageError(f"it passed on an order, but {why}")
             self._follow(order)
         if order == self._order:
-            self.transport.eject(self._ejected_members(order), sender, f"the founder {founder} has ejected a member")
+            why = f"the founder {founder} has ejected a member"
+            self.transport.post(Ejected(self._ejected_members(order), sender, why))
 
     def _follow(self, order: Order) -> None:
         """Follow a new order, and pass it on."""
@@ -271,7 +272,7 @@ class SwarmDirectory(Directory):
         except OSError as error:
             logging.getLogger(__name__).warning("the order of the founder can't be kept for a restart: %s", error)
         if me in order.ejected:
-            self.transport.end(order.error(me))
+            self.transport.post(Closed(order.error(me)))
             return
         self._streams.admit_by(order.applied(self._streams.admission, self._order))
         self.keep(order)
@@ -294,8 +295,8 @@ class SwarmDirectory(Directory):
             self._take_order(None, encode(order))
         await say(Governed(self._order and self._order.public), reader, writer)
 
-    def _ejected_members(self, order: Order) -> set[int]:
-        return {each for each in self.members if self.connections.identities.get(each) in order.ejected}
+    def _ejected_members(self, order: Order) -> frozenset[int]:
+        return frozenset(each for each in self.members if self.connections.identities.get(each) in order.ejected)
 
     def _objection(self, order: Order | None) -> str:
         founder, view = founder_of(self.swarm), self.transport.view
