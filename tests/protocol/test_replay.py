@@ -40,9 +40,9 @@ def test_a_simulated_history_runs_again_with_the_same_effects(kind: str, seed: i
 
 def test_the_first_effect_that_differs_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged("any faults", 0)
-    place = next(place for place, line in enumerate(lines) if "'outcomes'" in line)
+    place = next(place for place, line in enumerate(lines) if "'messages'" in line)
     changed = json.loads(lines[place])
-    rank, changed["effects"] = changed["rank"], changed["effects"].replace("'outcomes'", "'others'")
+    rank, changed["effects"] = changed["rank"], changed["effects"].replace("'messages'", "'others'")
     (tmp_path / "log").write_text("\n".join(["diloco: a line for people", *lines[:place], json.dumps(changed)]))
     with pytest.raises(SystemExit, match="1"):
         main(str(tmp_path / "log"))
@@ -50,8 +50,8 @@ def test_the_first_effect_that_differs_is_printed(tmp_path: Path, capsys: pytest
     assert sum("the same effects" in line for line in said) == 3
     (differs,) = (line for line in said if line.startswith(f"rank {rank}: event "))
     assert changed["message"] in differs
-    assert "'others': [(RoundId(" in said[said.index(differs) + 1]
-    assert "'outcomes': [(RoundId(" in said[said.index(differs) + 2]
+    assert "'others': [(" in said[said.index(differs) + 1]
+    assert "'messages': [(" in said[said.index(differs) + 2]
 
 
 @pytest.mark.parametrize(("lines", "words"), [([], "has no events"), (slice(8, None), "No line says with which rules")])
