@@ -96,6 +96,7 @@ def join(directory: Directory, timeout_s: float) -> int:
     """
     transport, entry = directory.transport, directory.entry
     deadline_s = time.monotonic() + timeout_s
+    unasked = ""  # why no member could be asked anew, if so
     why, pauses_s = f"no answer within {timeout_s:g} s", pauses(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
@@ -107,8 +108,9 @@ def join(directory: Directory, timeout_s: float) -> int:
             why = f"the members refuse: {said.reason}"
             final = said.for_good and not directory.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
-            raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
+            words = f"{why} ({unasked.rstrip('.')})" if unasked else why
+            raise RendezvousError(f"replica {transport.replica} can't join the run: {words}. It stops here.")
         time.sleep(next(pauses_s))  # the members are not ready for it yet
-        transport.connections.call(directory.refresh())
+        unasked = transport.connections.call(directory.refresh())
     transport.enter(answer)
     return transport.step

@@ -81,6 +81,7 @@ class Directory:
         self.join_window_s, self.alone = join_window_s, alone and lost is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
+        self.is_there = False  # whether a member answered the last questions, even if it can't be joined now
         self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
         self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.findings: deque[str] = deque()  # sentences for the user about what it has found since it is a member
@@ -240,8 +241,29 @@ class Directory:
     async def _find(self) -> View:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
         until_s, pauses_s = clock.time() + self.patience_s, pauses(*self.pauses_s, seed=self.entry.address)
-        why: dict[str, str] = {}  # place -> why it was of no use
+        why: dict[Address, str] = {}  # why each was of no use
         heard: set[Address] = set()  # what has answered before; the last question may have too little time
+        while True:
+            places, asked_s = await self.addresses(), clock.time()
+            known_s = min(known_s, asked_s)
+            answers = await self._ask_all(places, until_s)
+            heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
+            if view := await self.begin(answers) or await self._join_any(answers, why, heard):
+                return view
+            self.looking = [each.candidate for each in answers.values() if isinstance(each, Looking)]
+            await self.examine(answers)
+            if view := self._founded(answers, asked_s - known_s):
+                return view
+            if self.postponed:  # they are there, and say so again and again
+                until_s = max(until_s, clock.time() + self.patience_s)
+            if clock.time() >= until_s:
+                raise RendezvousError(self.nobody({str(place): each for place, each in why.items()}))
+            await asyncio.sleep(next(pauses_s))
+
+    async def _ask_all(
+        self, places: Collection[Address], until_s: float
+    ) -> dict[Address, Members | Looking | Exception]:
+        clock = asyncio.get_running_loop()
 
         async def ask(place: Address) -> Members | Looking | Exception:
             try:
@@ -249,59 +271,62 @@ class Directory:
             except (OSError, EOFError, TransportError, ValueError) as error:
                 return error
 
-        while True:
-            places, asked_s = await self.addresses(), clock.time()
-            known_s = min(known_s, asked_s)
-            answers = dict(zip(places, await few_at_once(ask, places), strict=True))
-            heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
-            if view := await self.begin(answers):
-                return view
-            tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
-            alike = Counter((each.members, each.swarm) for each in tables.values())
-            votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
-            refusals: list[RendezvousError] = []
-            self.postponed = ""
-            there = False  # whether a member answers, even if it can't be joined now
-            # what most say comes first: without a secret anybody may answer; and members that go on before those that
-            # wait for others
-            waiting = {place for place, each in tables.items() if each.waiting}
-            for place, answer in sorted(answers.items(), key=lambda item: (item[0] in waiting, -votes.get(item[0], 0))):
-                try:
-                    if isinstance(answer, Exception):
-                        raise answer
-                    if isinstance(answer, Members):
-                        self.check(answer)
-                        there = True
-                        self.found = await self.connect(answer)
-                        return View(-1, tuple(each for each in self.found.members if each != self.me.number))
-                except RendezvousError as error:  # this one refuses, but another one may not
-                    refusals.append(error)
-                    why[str(place)] = str(error)
-                except (OSError, EOFError, TransportError, ValueError) as error:
-                    if isinstance(error, NotNowError):
-                        there, self.postponed = True, error.reason or self.postponed
-                    if isinstance(error, ConnectionRefusedError):
-                        why[str(place)] = "nothing listens there (connection refused)"
-                    elif str(error) or not isinstance(error, TimeoutError):
-                        why[str(place)] = str(error) or type(error).__name__
-                    elif place not in heard:
-                        why.setdefault(str(place), "no answer")
-            if refusals and not there:
-                raise refusals[0]
-            self.looking = [each.candidate for each in answers.values() if isinstance(each, Looking)]
-            await self.examine(answers)
-            waited_s = asked_s - known_s
-            if not there and not self.begins:
-                if over := self.over():
-                    raise RunFinishedError(over)
-                may_found = self.may_found(answers, waited_s) and (self.alone or waited_s >= self.join_window_s)
-                if may_found and (self.alone or choose_founder([self.me, *self.looking]) == self.me.number):
-                    return View(0, (self.me.number,))
-            if self.postponed:  # they are there, and say so again and again
-                until_s = max(until_s, clock.time() + self.patience_s)
-            if clock.time() >= until_s:
-                raise RendezvousError(self.nobody(why))
-            await asyncio.sleep(next(pauses_s))
+        return dict(zip(places, await few_at_once(ask, places), strict=True))
+
+    async def _join_any(
+        self,
+        answers: Mapping[Address, Members | Looking | Exception],
+        why: dict[Address, str],
+        heard: Collection[Address],
+    ) -> View | None:
+        """Connect to the members that the answers name, and return their view; None: none can be joined now.
+
+        ``why`` gets the reasons, but not that one of ``heard`` does not answer this time.
+
+        Raises:
+            RendezvousError: all that answer refuse.
+        """
+        refusals: list[RendezvousError] = []
+        self.is_there, self.postponed = False, ""
+        for place, answer in _best_first(answers):
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(answer, Members):
+                    self.check(answer)
+                    self.is_there = True
+                    self.found = await self.connect(answer)
+                    return View(-1, tuple(each for each in self.found.members if each != self.me.number))
+            except RendezvousError as error:  # this one refuses, but another one may not
+                refusals.append(error)
+                why[place] = str(error)
+            except (OSError, EOFError, TransportError, ValueError) as error:
+                if isinstance(error, NotNowError):
+                    self.is_there, self.postponed = True, error.reason or self.postponed
+                if isinstance(error, ConnectionRefusedError):
+                    why[place] = "nothing listens there (connection refused)"
+                elif str(error) or not isinstance(error, TimeoutError):
+                    why[place] = str(error) or type(error).__name__
+                elif place not in heard:
+                    why.setdefault(place, "no answer")
+        if refusals and not self.is_there:
+            raise refusals[0]
+        return None
+
+    def _founded(self, answers: Mapping[Address, object], waited_s: float) -> View | None:
+        """Return the view that this process founds; None: it founds none, as a member is there or another one is to.
+
+        Raises:
+            RunFinishedError: the others have finished.
+        """
+        if self.is_there or self.begins:
+            return None
+        if over := self.over():
+            raise RunFinishedError(over)
+        may_found = self.may_found(answers, waited_s) and (self.alone or waited_s >= self.join_window_s)
+        if may_found and (self.alone or choose_founder([self.me, *self.looking]) == self.me.number):
+            return View(0, (self.me.number,))
+        return None
 
     async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
         """Ask a process who the members are; it has a member open the connection to this process that can't be reached.
@@ -393,16 +418,22 @@ class Directory:
                 return True
         return False
 
-    async def refresh(self) -> None:
+    async def refresh(self) -> str:
+        """Ask a member anew, and connect to those that it names. Return why that has failed; "": it has not."""
+        why = "nobody is known to ask"
         entries, streams = self.known, self.connections.streams
         known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
         for places in (known, None):  # it takes long to look up the others in a DHT
             for place in await self.addresses() if places is None else places:
-                with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
+                try:
                     answer = await within(self.transport.rules.silence_s, self.ask(place))
                     if isinstance(answer, Members):
                         await self.connect(answer)
-                        return
+                        return ""
+                    why = f"{place} is looking for the members, too"
+                except (OSError, EOFError, TransportError, ValueError) as error:
+                    why = str(error) or f"{place} does not answer ({type(error).__name__})"
+        return why
 
     # Looking for members that are lost.
 
@@ -503,3 +534,17 @@ class Directory:
         known = self.connections.identities or self.identities
         known = known or {rank: entry.key for rank, entry in self.known.items()}
         return identity in map(known.get, self.transport.rules.ranks([replica]))
+
+
+def _best_first(
+    answers: Mapping[Address, Members | Looking | Exception],
+) -> list[tuple[Address, Members | Looking | Exception]]:
+    """Return answers in the order in which they are tried.
+
+    What most say comes first: without a secret anybody may answer. Members that wait for others come last.
+    """
+    tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
+    alike = Counter((each.members, each.swarm) for each in tables.values())
+    votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
+    waiting = {place for place, each in tables.items() if each.waiting}
+    return sorted(answers.items(), key=lambda item: (item[0] in waiting, -votes.get(item[0], 0)))
