@@ -169,6 +169,14 @@ def test_two_sides_with_one_common_member_make_one_history(replicas: int, seed: 
     assert outcome(KINDS["two groups"](replicas, seed)) in ("one", "waits", "none")
 
 
+@pytest.mark.parametrize(("kind", "replicas", "seed"), [("sleep, flaps and joins", 6, 40257), ("any faults", 7, 40271)])
+def test_members_that_hear_few_of_the_others_do_not_raise_ballots_for_ever(kind: str, replicas: int, seed: int) -> None:
+    """They form a chain, in which each proposer is lost by some, whose neighbours have lost it, too."""
+    network = KINDS[kind](replicas, seed)
+    assert outcome(network) in ("one", "waits")
+    assert reunited(network) == "one"
+
+
 # What a bad link costs, and that all live ranks reunite once the network is whole.
 
 

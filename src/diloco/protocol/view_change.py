@@ -109,7 +109,7 @@ class ViewChange:
     def tick(self) -> None:
         """Look at the clock, also again after a part of a turn."""
         self._outbox.effects.timers[None] = _TURN * self._rules.silence_s / _TICKS
-        self._ticked = True
+        self._ticked, self._failures = True, 0
 
     # What this rank observes and receives.
 
@@ -204,8 +204,10 @@ class ViewChange:
             before = self.mine
             if not self.waiting:  # else no ballot can choose anything
                 self._give_up_on_acceptors()
-                if why := self._failure():
-                    self._why_failed = why
+                # each proposer fails once between two looks at the clock: where members hear few of the others, each
+                # ballot would fail at once, for ever
+                if self._failures < len(self.view.order) and (why := self._failure()):
+                    self._why_failed, self._failures = why, self._failures + 1
                     self._promise(self.mine.ballot + 1)
             self._report()
             self.waiting = self._why_wait()
@@ -326,9 +328,9 @@ class ViewChange:
             return refusal if waited_s >= _UNREPORTED * turn_s or self._all_have_lost(lost) else ""
         if not ticked:  # the search takes long
             return self.waiting
-        if self._unreported(reports := self._current_reports()):
+        if self._unreported(self._reports.last):
             return ""
-        if self._reports.has_accepted and (stops or self._value_to_keep(reports) is not None):
+        if self._reports.has_accepted and (stops or self._value_to_keep(self._current_reports()) is not None):
             return ""  # it may be adopted by members that don't all hear each other
         gone = self._gone()
         # where all stop, whom this rank can't hear may hear others, but no more than that
