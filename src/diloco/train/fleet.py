@@ -214,7 +214,6 @@ class MetFleet(Fleet):
         self.place, self.rejoins = place, not directory.transport.rules.together
         self._changed = threading.Condition()
         self._news: list[tuple[NextView, str]] = []
-        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
         self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
         self._enter(directory)
 
@@ -298,14 +297,13 @@ class MetFleet(Fleet):
         After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
         """
         lost = self.directory.transport
-        self._identities |= lost.connections.identities
         last = lost.views.last_view or self.directory.last
         assert last is not None, "only a member can lose the others"
         try:
             self._listening = self._listening or lost.connections.streams.keep()
             lost.close()
             listening = self._listening and self._listening.dup()
-            again = Lost(self.directory, last, dict(self._identities), patience_s, listening)
+            again = Lost(self.directory, last, patience_s, listening)
             self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
         except OSError as error:  # another program has its port, say, or it has no descriptor left
             raise TransportError(f"replica {lost.replica} can't listen for the others: {error}.") from error

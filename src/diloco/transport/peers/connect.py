@@ -70,6 +70,7 @@ def connect(
     try:
         if lost is not None:
             before = lost.directory.transport
+            transport.connections.identities |= before.connections.identities  # others can't speak in their name
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
             transport.connections.note(PresumedGone(frozenset(before.views.presumed_gone)))
         directory = place.directory(transport, held_step, lost)

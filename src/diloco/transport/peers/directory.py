@@ -43,7 +43,6 @@ class Lost:
 
     directory: Directory  # with which it had found them; its transport is closed
     last: View  # the newest view that it was a member of
-    identities: Mapping[int, str]  # of members by rank, as others can't speak in their name
     patience_s: float  # how long it searches
     listening: socket.socket | None = None  # over TCP, what `TcpStreams.keep` returned; closed with the next transport
 
@@ -77,7 +76,6 @@ class Directory:
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
         self.last = lost.last if lost else None  # the newest view that it was a member of, and was left out of
         self.me = Candidate(transport.replica, held_step, founds=founds and lost is None)
-        self.identities = lost.identities if lost else {}
         self.join_window_s, self.alone = join_window_s, alone and lost is None
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
@@ -527,12 +525,11 @@ class Directory:
 
     def identity_of(self, rank: int) -> str:
         """Return the identity that the last member of a rank has proved; "" if there was none."""
-        return self.connections.identities.get(rank) or self.identities.get(rank, "")
+        return self.connections.identities.get(rank, "")
 
     def is_from(self, replica: int, identity: str) -> bool:
         """Return whether a process with this identity may speak for a replica: the member, if there was one."""
-        known = self.connections.identities or self.identities
-        known = known or {rank: entry.key for rank, entry in self.known.items()}
+        known = self.connections.identities or {rank: entry.key for rank, entry in self.known.items()}
         return identity in map(known.get, self.transport.rules.ranks([replica]))
 
 
