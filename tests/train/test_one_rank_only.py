@@ -56,7 +56,7 @@ EVENTS: dict[str, tuple[int, tuple[int, int], Act]] = {  # the rank, the exit co
     "a lost connection in the last save": (0, (1, 1), at_each_rename(lose_connection)),
     # the end of a document, which ends the sample
     "another token in a sample": (1, (0, 0), lambda patch: patch.setattr(Sampling, "draw", lambda *_: 256)),
-    "other data": (1, (2, 2), lambda _: None),  # at last: it leaves the process group open
+    "other data": (1, (2, 2), lambda _: None),
 }
 """What happens on one rank alone."""
 

@@ -37,6 +37,7 @@ from diloco.transport import (
     RollCall,
     SwarmPlace,
     fresh_store,
+    load_key,
     multiaddress,
     open_cluster,
     open_replica_group,
@@ -77,7 +78,14 @@ def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
     assert role.rendezvous is not None, "replicas over TCP meet somewhere"
     if settings.replica_size > 1:
         group = _open_group(settings, role, choose_device(run.train.device))
+    key = folder / "identity.key"
+    try:
         _compare(group, facts)
+        with group.all_or_none():  # where one rank can't write, the others don't wait for it among the replicas
+            load_key(key)
+    except BaseException:
+        group.close()
+        raise
     place = Place(
         replica=role.replica,
         num_replicas=settings.replicas,
@@ -86,7 +94,7 @@ def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         rendezvous=role.rendezvous,
         listen=settings.listen_at,
         secret=read_secret(settings.secret_file, "network.secret_file"),
-        identity=folder / "identity.key",
+        identity=key,
     )
     rules = Rules(
         **_time_outs(settings, compared(run, facts)),

@@ -19,6 +19,7 @@ from .peers.directory import Directory as Directory
 from .peers.directory import Lost as Lost
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
+from .private_key import load_key as load_key
 from .process_group import ProcessGroupTransport as ProcessGroupTransport
 from .replica_group import LeaderTransport as LeaderTransport
 from .replica_group import ReplicaGroup as ReplicaGroup

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.private_files import make_private_folder, read_private, replace_private
 
 _RSA, _SIZE_BYTES = b"\x08\x00\x12", 2  # of 128 to 16,383 bytes
@@ -19,7 +19,8 @@ def load_key(path: Path) -> Any:
     """Return the key at ``path``, of the package ``cryptography``; create one that only its owner can read, if missing.
 
     Raises:
-        ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
+        ConfigurationError: if other users can read the file, or it is not a key.
+        DiLoCoError: if it can't be written.
     """
     from cryptography.hazmat.primitives.serialization import load_der_private_key
 
@@ -48,7 +49,7 @@ def _create(path: Path) -> None:
         make_private_folder(path.parent)
         replace_private(path, _RSA + size + der)
     except OSError as error:
-        raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
+        raise DiLoCoError(f"The private key {path} can't be written: {error.strerror or error}.") from error
 
 
 def public_bytes(key: Any) -> bytes:
