@@ -144,8 +144,12 @@ class Rank:
 
     @property
     def waits(self) -> str:
-        """Why it waits in a view change for members to be back; "": it does not."""
-        return self.machine.views.waiting
+        """Why it, or all members that it has asked to join, wait in a view change for others to be back; "": no."""
+        if self._joins is None:
+            return self.machine.views.waiting
+        asked = [self.network.nodes[rank] for rank in self.machine.roster.connections if rank in self.network.alive]
+        why = [node.waits for node in asked if isinstance(node, Rank) and node._joins is None and not node.left]
+        return why[0] if why and all(why) else ""
 
     @property
     def outcomes(self) -> dict[int, bool]:

@@ -72,6 +72,10 @@ FAULTS = st.fixed_dictionaries(
 @example([1, 15904], 2, Limits(1, 1), {"timers": 1}, 0, 1, True, True, "stop")
 # one is started again, and once more, before the replica that it admitted has begun
 @example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, Limits(2), {}, 2, 1, False, True, "stop")
+# one is started again beside a member that waits for one whose leaving it has not heard
+@example(
+    [123, 943, 0, 0, 23794], 3, Limits(0, 1, 1, False, deaf=1), {"timers": 1, "leaves": 1}, 1, 1, False, False, "stop"
+)
 @given(
     NUMBERS,
     st.integers(2, 5),
@@ -97,8 +101,8 @@ def test_no_trouble_makes_two_histories(
     """Property: also for a round that times out, and a replica that counts as late, also if it isn't.
 
     A round that a rank has voted against is void for all, also if others learn of the vote in a later view. Lost ranks
-    alone take no round along. Who is started again becomes a member, or is told why not. Of two sides that go on by
-    themselves, one does where more than half are asked for.
+    alone take no round along. Who is started again becomes a member, or waits with those that it asked. Of two sides
+    that go on by themselves, one does where more than half are asked for.
     """
     # no replica joins while gradients are averaged
     limits = replace(limits, returns=0 if gradients or size > 1 else returns, own=own)
