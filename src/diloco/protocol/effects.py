@@ -89,7 +89,7 @@ class Effects:
 
 @dataclass(frozen=True)
 class RoundFailed:
-    """The view is to end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
+    """The view is to end without those that are ``late``, or as a round is disputed; ``anyway``: whoever is left."""
 
     view_id: int
     why: str

@@ -389,7 +389,7 @@ class Rounds:
         }
 
     def _fail(self, why: str, late: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
-        """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
+        """Have the view end without those that are ``late``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
         self._outbox.queue.append(RoundFailed(self.view.id, why, late, anyway))
 

@@ -57,7 +57,7 @@ def connect(
 
     Args:
         held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
-        lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
+        lost: the view that this rank has lost. It finds the others again, and founds none.
         closed: why nobody can join at first; "" if all can.
 
     Raises:
