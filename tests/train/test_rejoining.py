@@ -291,7 +291,7 @@ def wait_until(what: Callable[[], object]) -> None:
     until_s = time.monotonic() + LIMIT_S
     while not what():
         assert time.monotonic() < until_s
-        time.sleep(0.01)
+        time.sleep(0.01)  # what other threads do can only be polled here
 
 
 def test_the_larger_side_yields_once_it_is_the_smaller_one_though_it_took_nobody_for_ended(meet: Meet) -> None:
