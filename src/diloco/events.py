@@ -141,7 +141,7 @@ class RoundCommitted(Event):
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     choice: str = ""  # what slow uplinks have changed in the exchange, and what that costs; else empty
     mean_norm: Annotated[float | None, Metric("Norm of the mean pseudo-gradient", of_model=True)] = None
-    """The L2 norm. This field and the following ones up to ``spread`` are None if the value is undefined. All but this
+    """The L2 norm. This field and the following ones up to ``gain`` are None if the value is undefined. All but this
     one are estimated from samples of the fragment."""
     mean_cosine: Annotated[float | None, Metric("Cosine with the previous mean", "cosine", of_model=True)] = None
     """Of the fragment; None in the first round of a process."""
@@ -150,9 +150,6 @@ class RoundCommitted(Event):
     round."""
     gain: Annotated[float | None, Metric("Effective gain", "norms of the mean", of_model=True)] = None
     """How far the global parameters moved along the mean, as a multiple of the mean's norm."""
-    spread: Annotated[float | None, Metric("Spread of the contributions", "norms of the mean", of_model=True)] = None
-    """The root-mean-square distance of the contributions from their mean, as a multiple of the mean's norm: 0 if all
-    are equal, sqrt(M - 1) if they are orthogonal. None if no replica has whole contributions (reduce-scatter)."""
     late_s: tuple[float, ...] = ()
     """For each of `contributors`, the seconds by this replica's clock between the first contribution and this one.
     Empty if all replicas are in one process."""

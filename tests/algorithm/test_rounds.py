@@ -284,23 +284,12 @@ def test_cosines_of_orthogonal_and_opposite_means() -> None:
     assert found[2].gain == pytest.approx(1 + 0.5 + 0.25 * -1)  # 1 + mu + mu^2 <b, Delta> / |Delta|^2
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8", "topk2"])
-def test_the_spread_is_the_root_mean_square_distance_from_the_mean(codec: str) -> None:
-    values = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
-    given = contributions(list(values), [1.0, 2.0, 0.5], codec=codec, telemetry=True)
-    decoded = torch.stack([each.codec.decode(each.payload, 2000) for each in given])
-    weights = torch.tensor([1.0, 2.0, 0.5]) / 3.5
-    mean = (weights[:, None] * decoded).sum(0)
-    expected = math.sqrt(float((weights * (decoded - mean).square().sum(1)).sum())) / float(mean.norm())
-    assert weighted_mean(given).spread == pytest.approx(expected, rel=1e-4)
-
-
 def test_every_replica_tells_the_same_of_a_round() -> None:
     swarm = streaming(codec="int8")
     swarm.run(15, quadratic())
     committed = [event for event in swarm.events if isinstance(event, RoundCommitted)]
     told = {
-        (each.fragment, each.outer_step, each.mean_norm, each.gain, each.spread, each.mean_cosine, each.momentum_cosine)
+        (each.fragment, each.outer_step, each.mean_norm, each.gain, each.mean_cosine, each.momentum_cosine)
         for each in committed
     }
     assert 3 < len(told) == len(committed) / 3

@@ -112,7 +112,7 @@ StepFinished loss learning_rate gradient_norm tokens step_s sent_bytes received_
  skipped_replicas trained pace model_flops_utilization
 RoundSent replica fragment outer_step payload_bytes saturated digest weight
 RoundCommitted replica fragment outer_step contributors sent_bytes received_bytes wait_s clipped note mean_norm
- mean_cosine momentum_cosine gain spread late_s
+ mean_cosine momentum_cosine gain late_s
 RoundVoid replica fragment outer_step reason
 ViewChanged replica view members joined left lost reason
 StateFetched fragment fragment_received_bytes fragment_expected_bytes received_bytes expected_bytes here

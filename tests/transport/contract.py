@@ -70,7 +70,6 @@ def contribution(
         buffers=torch.tensor([float(replica), -math.inf]),
         integers=torch.tensor([replica, 7], dtype=torch.uint8),
         max_norm=max_norm,
-        telemetry=True,
         mean=mean,
     )
 
@@ -263,7 +262,6 @@ class TransportContract(PayloadContract):
             for average in exchange(endpoints, given):
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped
-                assert average.spread == pytest.approx(expected.spread, rel=1e-5)
                 assert average.weight == 10.0
                 assert average.sent_bytes == 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
 

@@ -200,7 +200,7 @@ def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_reports_it(tm
     rounds = [committed(m, p, k, mean_norm=float(10 * k + p)) for k in range(3) for p in (0, 1) for m in (0, 1)]
     run = run_of(tmp_path, *rounds)
     assert [value for _, value in curve(run, "mean_norm", kind="RoundCommitted")] == [0.0, 0.5, 5.5, 10.5, 15.5, 20.5]
-    assert {value for _, value in curve(run, "spread", kind="RoundCommitted")} == {None}
+    assert {value for _, value in curve(run, "gain", kind="RoundCommitted")} == {None}
 
 
 def test_rounds_and_the_best_loss_of_a_run_that_goes_on_in_another_folder_count(tmp_path: Path) -> None:

@@ -92,9 +92,6 @@ from .settings import MERGE_RULES as MERGE_RULES
 from .settings import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
 from .settings import SyncSettings as SyncSettings
 from .telemetry import measured_outer_step as measured_outer_step
-from .telemetry import sampled_ranges as sampled_ranges
-from .telemetry import spread as spread
-from .telemetry import spread_terms as spread_terms
 from .tensors import all_buffers as all_buffers
 from .tensors import all_parameters as all_parameters
 from .tensors import buffer_layout as buffer_layout

@@ -24,7 +24,6 @@ from torch import Tensor
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanCodec, Uplink, plan_exchange
-from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.devices import empty
 from diloco.errors import CodecError, DivergedError
 
@@ -131,7 +130,6 @@ class Contribution:
     max_norm: float | None = None  # the largest norm of a contribution, or no bound; the same on all replicas
     average_rule: AverageRule | None = None  # None: the weighted mean; the same on all replicas
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
-    telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
     mean: MeanCodec = PLAIN_MEAN  # the codec of means in a reduce-scatter; the same on all replicas
     transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable; where a payload in host memory is averaged
@@ -170,7 +168,6 @@ class Mean:
     buffers: Tensor | None = None  # ``(n,)`` float32, the mean of the floating-point buffers, or None
     integers: Tensor | None = None  # ``(n,)`` uint8, the integer buffers of the first contributor, or None
     clipped: tuple[int, ...] = ()  # the contributors whose values were scaled down, ascending
-    spread: float | None = None  # see `diloco.algorithm.telemetry.spread`; None if it was not measured
 
     def digest(self) -> str:
         """Return the digest of everything that the mean would change."""
@@ -292,11 +289,6 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         values = first.average_rule.combine(pairs, first.tensors).contiguous()
     check_mean(values, addends)
     buffers = {m: each.buffers for m, each in ordered.items() if each.buffers is not None}
-    distance = None
-    if first.telemetry:
-        payloads = [(weights[m], each.payload) for m, each in ordered.items()]
-        ranges = sampled_ranges(numel, first.codec.block_size)
-        distance = spread(*spread_terms(first.codec, payloads, numel, ranges), total)
     return Mean(
         values=values,
         contributors=tuple(ordered),
@@ -304,7 +296,6 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         buffers=mean_of_buffers(buffers, weights) if buffers else None,
         integers=first.integers,
         clipped=tuple(factors),
-        spread=distance,
     )
 
 

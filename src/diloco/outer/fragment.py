@@ -123,7 +123,6 @@ class Fragment:
             max_norm=arguments.max_norm,
             average_rule=arguments.average,
             tensors=layout.sizes,
-            telemetry=True,
             mean=arguments.mean_codec,
             transfer_steps=arguments.schedule.transfer_steps,
         )
@@ -330,7 +329,6 @@ class Fragment:
             clipped=average.clipped,
             note=average.note,
             choice=average.choice,
-            spread=average.spread,
             **measures,
         )
 

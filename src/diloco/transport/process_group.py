@@ -196,8 +196,7 @@ class ProcessGroupTransport(Transport):
         start, stop = plan.shards[self.replica] if scattered else (0, mine.numel)
         mean, reason = None, ""
         try:
-            telemetry = mine.telemetry and not scattered  # it needs whole contributions
-            mean = weighted_mean([replace(each, numel=stop - start, telemetry=telemetry) for each in contributions])
+            mean = weighted_mean([replace(contribution, numel=stop - start) for contribution in contributions])
         except Exception as error:  # of any kind: the other ranks wait for this rank's vote
             reason = (str(error) or type(error).__name__).splitlines()[0]
         if not scattered:

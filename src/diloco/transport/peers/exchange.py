@@ -31,10 +31,7 @@ from diloco.algorithm import (
     mean_into_,
     mean_of_buffers,
     plan_round,
-    sampled_ranges,
     scale_factors,
-    spread,
-    spread_terms,
 )
 from diloco.devices import beside_training, empty, to_device, to_host, usable_cores
 from diloco.errors import CodecError, TransportError
@@ -140,7 +137,7 @@ class PayloadExchange:
             total = sum(weights[member] for member in contributors)
             self._device = self._roomy_device()
             with beside_training(self._device):
-                factors, moments = self._reduce_mine(weights, contributors, total)
+                factors = self._reduce_mine(weights, contributors, total)
                 self._receive_means()
             buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
             self.mean = Mean(
@@ -150,7 +147,6 @@ class PayloadExchange:
                 buffers=buffers,
                 integers=integers,
                 clipped=tuple(factors),
-                spread=spread(*moments, total),
             )
             on_mean(self.mean.digest())
             for sent in self._sends:  # then its memory can be reused
@@ -267,31 +263,21 @@ class PayloadExchange:
         """Return memory for ``here`` where it is computed, which is its own on the CPU."""
         return here if here.device == self._device else torch.empty_like(here, device=self._device)
 
-    def _reduce_mine(
-        self, weights: Mapping[int, float], contributors: Sequence[int], total: float
-    ) -> tuple[dict[int, float], tuple[float, float]]:
-        """Sum this rank's slice, and send its mean. Return the clipping factors and the terms of the spread."""
+    def _reduce_mine(self, weights: Mapping[int, float], contributors: Sequence[int], total: float) -> dict[int, float]:
+        """Sum this rank's slice, and send its mean. Return the clipping factors."""
         codec, rule = self.contribution.codec, self.contribution.average_rule
         factors = scale_factors(self.contribution.max_norm, ((m, self._decoded(m)) for m in contributors))
         if rule is not None:
             pairs = ((weights[m], self._decoded(m).mul_(factors.get(m, 1.0))) for m in contributors)
             self.values.copy_(to_host(rule.combine(pairs, self.contribution.tensors)))
-        at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
-        watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
-        squares = of_sum = 0.0
-        summing: deque[tuple[int, int, _Addends, Future[None]]] = deque()
+        summing: deque[tuple[int, Future[None]]] = deque()  # the end of each piece, and its sum
 
         def finish(at_most: int) -> None:
             """Finish the pieces in order, and leave the last ones to their threads."""
-            nonlocal squares, of_sum
             while len(summing) > at_most:
-                a, b, addends, done = summing.popleft()
+                end, done = summing.popleft()
                 done.result()
-                self._send_means(b)
-                within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
-                payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
-                terms = spread_terms(codec, payloads, b - a, within)
-                squares, of_sum = squares + terms[0], of_sum + terms[1]
+                self._send_means(end)
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
         act = _threads().submit if native else at_once  # torch has threads of its own, and a GPU needs one
@@ -300,9 +286,9 @@ class PayloadExchange:
             arrived = all(self._incoming[member, piece][1].done() for member in others)  # or never will
             finish(2 * _THREADS if arrived else 0)
             addends = {m: (codec, self._take(m, piece), weights[m] * factors.get(m, 1.0)) for m in contributors}
-            summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
+            summing.append((b, act(self._sum, a, b, addends, total)))
         finish(0)
-        return factors, (squares, of_sum)
+        return factors
 
     def _sum(self, start: int, stop: int, addends: _Addends, total: float) -> None:
         """Set a piece of the values to the mean, unless a rule has made it, and check the mean."""
