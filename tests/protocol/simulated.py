@@ -271,6 +271,8 @@ class Rank:
             self.changes.append(following)
             for rank in self.machine.rules.ranks(following.joined):
                 self.send(rank, Welcome(following, f"from {self.rank}".encode()))
+        for rank in effects.welcomed:
+            self.send(rank, Welcome(self.changes[-1], f"from {self.rank}".encode()))
         for view, round_id in effects.exchanges:
             self.exchanges[view.id, round_id] = None
         for given in effects.verdicts:

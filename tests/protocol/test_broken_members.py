@@ -148,7 +148,8 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
 
 def test_who_gives_up_a_view_change_says_why_its_last_ballot_failed() -> None:
     first = simulated(3, rules=replace(RULES, continue_without_lost=False))[0]
-    first.hear(1, report(1))
+    for each in (1, 2):  # the proposer of this ballot proposes nothing
+        first.hear(each, report(each, ballot=1))
     first.now_s += 20 * RULES.silence_s
     first.fire(of_round=False)
     words = "the members did not agree on the next view within 50 s (the last ballot failed: it took 5 s)"

@@ -30,9 +30,10 @@ from diloco.protocol import (
     Received,
     RoundVote,
     Rules,
+    Welcome,
     tally,
 )
-from tests.protocol.broken import report
+from tests.protocol.broken import report, without
 from tests.protocol.network import Limits, explore, settle
 from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, finish, simulated
 
@@ -132,6 +133,39 @@ def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_
     finish(network)
     assert {network[number].view.members for number in range(3)} == {(0, 1, 2)}
     check_agreement([network[number] for number in range(3)])
+
+
+@pytest.mark.parametrize("replicas", range(2, 8))
+def test_who_is_let_in_and_does_not_hear_of_it_keeps_nobody_busy_and_is_told_again(replicas: int) -> None:
+    """It takes no part in a view that it does not know, so those that need it to decide wait, and come to rest."""
+    network = simulated(replicas, Limits(ends=1, returns=1, flaps=99, cuts=99))
+    begin(network, *range(replicas))
+    network.happen("ends", 0, 0, 0)
+    finish(network)
+    members = range(1, replicas)
+    for number in members:
+        network[number].instead = without(Welcome)
+    network.happen("returns", 0, 0, 0)
+    finish(network)
+    assert {network[number].view.members for number in members} == {tuple(range(replicas))}
+    for one, other in combinations(members, 2):  # halves that don't hear each other
+        if one <= replicas // 2 < other:
+            network.happen("cuts", one, other, 0)
+    for number in members:
+        network.happen("flaps", 0, number, 0)
+        network.dial(0, number)
+    finish(network)
+    assert all(network[number].waits for number in members)
+    for number in members:
+        network[number].instead = lambda receiver, message: (message,)
+        network.happen("flaps", 0, number, 0)
+        network.dial(0, number)
+    finish(network)
+    going_on = [network[number] for number in range(replicas) if not network[number].left]
+    going_on = [each for each in going_on if not each.waits]
+    assert {each.view.members for each in going_on} == {tuple(each.rank for each in going_on)}
+    assert network[0] in going_on
+    assert 2 * len(going_on) > replicas
 
 
 def test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing() -> None:

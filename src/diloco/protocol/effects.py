@@ -75,6 +75,7 @@ class Effects:
     # views that were adopted, each with the reason as this rank learned it, and the decision; a `Welcome` with the
     # owner's note goes to the ranks that join
     adopted: list[tuple[NextView, str]] = field(default_factory=list)
+    welcomed: list[int] = field(default_factory=list)  # ranks to which the last `Welcome` goes once more
     # rounds of which to exchange the payloads with the members of a view, once there is a verdict
     exchanges: list[tuple[View, RoundId]] = field(default_factory=list)
     verdicts: list[GiveVerdict] = field(default_factory=list)

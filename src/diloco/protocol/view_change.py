@@ -25,6 +25,11 @@ brackets, in which leaving it out makes two, or a test:
 7. Nobody joins soon after a member was lost by silence, as it may go on once all others end [`joined_after_silence`].
 8. What a member says that it has adopted was chosen, so whoever hears of it adopts it, too. Leaving this out costs
    time only, as the value is proposed again [test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how].
+
+Why a change ends, or waits at rest: who has reported nothing by the end of a ballot is apart, and as a new connection
+begins the ballot anew, a rank that waits makes one only to who has reported on this view. A process that was let in
+reports nothing until it has a welcome, which is sent again on a new connection
+[test_who_is_let_in_and_does_not_hear_of_it_...].
 """
 
 from __future__ import annotations
@@ -80,6 +85,7 @@ class ViewChange:
         # ranks of members that were apart and have reported nothing since: they may have decided without this rank, so
         # that they never count as gone
         self._were_apart: set[int] = set()
+        self.reporting: set[int] = set()  # ranks that have reported on this view, so they know that they are members
         self._reports = Reports()
         self._began_s = outbox.now_s
         self.has_waited = False
@@ -164,6 +170,7 @@ class ViewChange:
 
     def receive_report(self, report: Report) -> None:
         """Receive another rank's report."""
+        self.reporting.add(report.rank)
         replica, before = self._rules.replica_of(report.rank), self._reports.last.get(report.rank)
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return
@@ -203,7 +210,7 @@ class ViewChange:
         while True:
             before = self.mine
             if not self.waiting:  # else no ballot can choose anything
-                self._give_up_on_acceptors()
+                self._give_up_on_silent()
                 # each proposer fails once between two looks at the clock: where members hear few of the others, each
                 # ballot would fail at once, for ever
                 if self._failures < len(self.view.order) and (why := self._failure()):
@@ -276,12 +283,16 @@ class ViewChange:
         staying = self._proposal.following.staying
         return staying if self._rules.replica in staying else ()
 
-    def _give_up_on_acceptors(self) -> None:
-        """Call those apart that hold up a proposal that this rank has accepted, once the ballot's time is over."""
-        accepted = self.mine.accepted
-        if self._waited_s >= self._turn_s and accepted is not None and accepted.ballot == self.mine.ballot:
-            missing = {*self._rules.ranks(self._needed)} - self._accepts
-            self.extend(apart={self._rules.replica_of(rank) for rank in missing})
+    def _give_up_on_silent(self) -> None:
+        """Call those apart that hold up a ballot, once its time is over.
+
+        These have reported nothing so far, or don't accept a proposal that this rank has accepted.
+        """
+        if self._waited_s >= self._turn_s:
+            silent, accepted = self._unreported(self._reports.last), self.mine.accepted
+            if accepted is not None and accepted.ballot == self.mine.ballot:
+                silent.update(map(self._rules.replica_of, {*self._rules.ranks(self._needed)} - self._accepts))
+            self.extend(apart=silent)
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears report these as lost."""

@@ -187,6 +187,8 @@ class Views:
         change = self._begin_change(f"the connection to replica {replica} was interrupted")
         if change is None:
             return
+        if self.adopted_last is not None and replica in self.adopted_last.joined:
+            self._outbox.effects.welcomed.append(rank)
         if self._roster.reaches(replica):
             change.meet_again(replica)
         else:  # another rank of it is missing
@@ -207,9 +209,9 @@ class Views:
         if self.change is not None:
             self.change.tick()
             self._follow()
-            if self.waiting:  # a new connection shows both ends that they hear each other
+            if self.waiting and self.change is not None:  # a new connection shows both ends that they hear each other
                 there = self._rules.ranks(filter(self._roster.reaches, self.missing))
-                self._hang_up_on(filter(self._roster.is_connected, there))
+                self._hang_up_on(filter(self._roster.is_connected, self.change.reporting.intersection(there)))
         else:
             self._go_on_without_ejected(at_once=True)
 

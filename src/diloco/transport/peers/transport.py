@@ -84,6 +84,7 @@ class PeerTransport(BackgroundTransport):
         self.never_opens = False  # whether replicas can't join for as long as the run lasts
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
+        self._welcome: Welcome  # to the ranks that join with the current view, once one has followed another
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
@@ -384,6 +385,7 @@ class PeerTransport(BackgroundTransport):
             (self.connections.hang_up, zip(effects.hang_ups)),
             (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
+            (self._send_welcome, zip(effects.welcomed)),
             (self._rounds.start, effects.exchanges),
             (self._rounds.give, zip(effects.verdicts)),
             (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
@@ -401,11 +403,14 @@ class PeerTransport(BackgroundTransport):
     def _adopt(self, following: NextView, reason: str) -> None:
         self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
-        note = self.on_change(following) or b""
+        self._welcome = Welcome(following, self.on_change(following) or b"")
         for rank in self.rules.ranks(following.joined):
-            if self.order:
-                self.connections.send(rank, Store("order", self.order))
-            self.connections.send(rank, Welcome(following, note))
+            self._send_welcome(rank)
+
+    def _send_welcome(self, rank: int) -> None:
+        if self.order:
+            self.connections.send(rank, Store("order", self.order))
+        self.connections.send(rank, self._welcome)
 
     def _note_waiting(self, why: str) -> None:
         """Report, from time to time, for whom a view change waits, as long as it does."""
