@@ -57,6 +57,7 @@ class Peers:
         joins += [other.address() for other in self._one_training(peer)]
         where = ["--network.listen", f"{self.network.address(peer + 1)}:0"]
         where += ["--join", *filter(None, joins)] if any(joins) else []
+        where += [] if self.training() else ["--found"]
         if folder is not None and any((folder / "checkpoints").glob("step-*")):
             return ["train", "--resume", str(folder), *where]
         folder = self.folder / f"peer-{peer}-{next(self._generations)}"
