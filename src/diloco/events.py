@@ -183,6 +183,7 @@ class ViewChanged(Event):
     left: tuple[int, ...]  # members of the previous view that are not in this one, for any reason
     lost: tuple[int, ...] = ()  # those of `left` that did not announce their departure
     reason: str  # with all details
+    cause: str = "other"  # the same, as a `diloco.membership.Cause`
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
 
 

@@ -27,7 +27,7 @@ def without(kind: type[WireMessage], to: Sequence[int] = range(99)) -> Instead:
 
 def report(rank: int, **facts: Any) -> Change:
     """Return a report that begins a view change."""
-    return Change(Report(rank, facts.pop("view_id", 0), **{"number": 1, **facts}), "it begins")
+    return Change(Report(rank, facts.pop("view_id", 0), **{"number": 1, **facts}), "it begins", "other")
 
 
 def check_whole(ranks: Sequence[Rank]) -> None:

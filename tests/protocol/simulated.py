@@ -196,7 +196,7 @@ class Rank:
             self.handle(Stepped(self.step))
 
     def lose(self, rank: int, *, gone: bool) -> None:
-        self.handle(RankLost(rank, "simulated", gone))
+        self.handle(RankLost(rank, "simulated", "ended" if gone else "unreachable"))
 
     def may(self, what: str) -> bool:
         if what == "timers":
@@ -267,7 +267,7 @@ class Rank:
                 self.averages[step] = outcome
             else:
                 self.errors[step] = outcome
-        for following, _ in effects.adopted:
+        for following, _, _ in effects.adopted:
             self.changes.append(following)
             for rank in self.machine.rules.ranks(following.joined):
                 self.send(rank, Welcome(following, f"from {self.rank}".encode()))

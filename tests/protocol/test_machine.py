@@ -182,7 +182,9 @@ def memory() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
-FAR = Change(Report(2, 99, gone=frozenset(range(200)), commits={(0, n): "d" * 64 for n in range(200)}), "x" * 10_000)
+FAR = Change(
+    Report(2, 99, gone=frozenset(range(200)), commits={(0, n): "d" * 64 for n in range(200)}), "x" * 10_000, "other"
+)
 FLOODS: dict[str, tuple[int, Callable[[int], Any]]] = {
     "changes of a view far away": (8000, lambda n: FAR),
     "votes on rounds that no rank begins": (200, lambda n: RoundVote(3, (n, 0), "", "x" * 500)),
@@ -228,7 +230,7 @@ def test_strangers_together_can_not_fill_the_memory_either(rank: Rank, begun: bo
             for _ in range(20):
                 rank.hear(stranger, FAR)
         rank.handle(Disconnected(stranger))
-        rank.handle(RankLost(stranger, "it ended", gone=True))
+        rank.handle(RankLost(stranger, "it ended", "ended"))
     assert memory() < 6 << 20
 
 
@@ -245,10 +247,10 @@ def test_nobody_waits_before_it_is_known_what_has_become_of_all_whose_connection
     machine = first_of_three()
     machine.handle(1.0, Disconnected(1))
     machine.handle(1.0, Disconnected(2))
-    machine.handle(1.1, RankLost(1, "it ended", gone=True))
+    machine.handle(1.1, RankLost(1, "it ended", "ended"))
     assert machine.views.failure is None
     assert machine.views.view == View.of(3)
-    machine.handle(1.2, RankLost(2, "it ended, or not", gone=gone))
+    machine.handle(1.2, RankLost(2, "it ended, or not", "ended" if gone else "unreachable"))
     if gone:
         assert machine.views.failure is None
         assert machine.views.view.members == (0,)
@@ -263,11 +265,11 @@ def test_a_refused_connection_is_a_silence_where_all_stop(survive: bool) -> None
     the other where it is to continue."""
     machine = first_of_three(survive=survive)
     machine.handle(1.0, Disconnected(1))
-    machine.handle(1.1, RankLost(1, "its port refuses", gone=True))
+    machine.handle(1.1, RankLost(1, "its port refuses", "ended"))
     report = machine.views.change.mine
     assert (report.apart, report.gone) == (({1}, set()) if not survive else (set(), {1}))
     machine.handle(1.2, Disconnected(2))
-    machine.handle(1.3, RankLost(2, "its port refuses", gone=True))
+    machine.handle(1.3, RankLost(2, "its port refuses", "ended"))
     if survive:
         assert (machine.views.view.members, machine.views.presumed_gone) == ((0,), {1, 2})
     else:
@@ -370,8 +372,8 @@ def test_what_nobody_can_mean_is_the_senders_fault(member: Rank, sender: int, me
     [
         Header(3, (0, 1 << 50), 2, 1.0, 1.0, "d"),
         RoundVote(3, (0, 1 << 50), "d"),
-        Change(Report(2, 3, step=1 << 50), "why"),
-        Change(Report(3, 3), "why"),
+        Change(Report(2, 3, step=1 << 50), "why", "other"),
+        Change(Report(3, 3), "why", "other"),
         Adopted(NextView(View(1 << 50, (0, 1)), View((1 << 50) - 1, (0, 1)), 1, {})),
     ],
     ids=lambda message: type(message).__name__,

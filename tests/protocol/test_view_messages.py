@@ -64,7 +64,7 @@ def messages(view: int) -> list[Any]:
     return [
         Header(view, RoundId(1, 0), 2, 1.0, 1.0, "d", 3),
         msgspec.structs.replace(VOTE, view=view),
-        Change(report, "replica 2 is lost"),
+        Change(report, "replica 2 is lost", "ended"),
         Propose(3, adopted),
         Accept(view, 3),
         Adopted(adopted),
@@ -140,8 +140,8 @@ OUT_OF_RANGE = [
     Announcement("speed", float("inf")),
     Announcement("speed", float("nan")),
     {"kind": "announcement", "topic": "another", "value": 1.0},
-    Change(replace(CHANGE.report, rank=1 << 31), "why"),
-    Change(replace(CHANGE.report, ballot=-1), "why"),
+    Change(replace(CHANGE.report, rank=1 << 31), "why", "other"),
+    Change(replace(CHANGE.report, ballot=-1), "why", "other"),
     {"kind": "welcome", "following": vars(PROPOSE.following) | {"view": None}},
     *({"kind": "facts", "entry": vars(ENTRY) | fields} for fields in NO_ENTRY),
     {"kind": "excluded", "view": 3, "reason": "", "more": 1},
@@ -241,4 +241,4 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how() -> None:
     answers = through.hear(asking.rank, asking.sent_of(Change)[-1])
     assert answers.messages == [(asking.rank, Adopted(following))]
     done = asking.hear(through.rank, answers.messages[0][1])
-    assert [adopted.view for adopted, _ in done.adopted] == [following.view]
+    assert [adopted.view for adopted, _, _ in done.adopted] == [following.view]

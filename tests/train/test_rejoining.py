@@ -284,7 +284,7 @@ def lose(connections: ConnectionManager, rank: int, *, gone: bool) -> None:
     """End the connection to a rank, as if its process had ended, or as if nothing could be heard from it."""
     connections.hang_up(rank)
     connections.handle(Disconnected(rank))
-    connections.handle(RankLost(rank, "it was cut off", gone))
+    connections.handle(RankLost(rank, "it was cut off", "ended" if gone else "unreachable"))
 
 
 def wait_until(what: Callable[[], object]) -> None:
@@ -451,7 +451,7 @@ def test_all_who_lose_each_other_wait_and_go_on_together(
 
         def lose_all(connections: ConnectionManager) -> None:
             barrier.wait(LIMIT_S)  # each loses the others at the moment at which they lose it
-            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), silent=True)
+            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), "silent")
 
         for each in peers:
             connections = each.fleet.transport.connections
@@ -564,9 +564,7 @@ def test_peers_that_are_too_few_without_each_other_wait_and_meet_again(
         cut.setattr(PeerStreams, "open", mock.AsyncMock(side_effect=OSError("cut off")))
         for each in ways:
             connections = each.connections
-            connections.post(
-                lambda on=connections: on.drop(dict.fromkeys(on.peers.values(), "it is silent"), silent=True)
-            )
+            connections.post(lambda on=connections: on.drop(dict.fromkeys(on.peers.values(), "it is silent"), "silent"))
         wait_until(lambda: all(each.views.waiting for each in ways))
     wait_until(lambda: all(each.view.members == (0, 1) and each.view.id > ids[0] for each in ways))
     assert [each.failure for each in ways] == [None, None]

@@ -9,6 +9,7 @@ from .next_view import yields as yields
 from .values import GREATEST as GREATEST
 from .values import MOST_RANK as MOST_RANK
 from .values import Accepted as Accepted
+from .values import Cause as Cause
 from .values import Count as Count
 from .values import Digest as Digest
 from .values import NextView as NextView

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -31,6 +31,10 @@ RoundIds = Annotated[frozenset[RoundId], Meta(max_length=_MAX_ROUNDS)]
 Digest = Annotated[str, Meta(max_length=64)]  # with the bounds above, a report fits into a message of 1 MiB
 Words = Annotated[str, Meta(max_length=1 << 16)]
 """A text for users, which is made printable and cut as soon as it is part of a value."""
+Cause = Literal[
+    "silent", "ended", "unreachable", "late", "fault", "ejected", "left", "restarted", "joins", "interrupted", "other"
+]
+"""Why a view ends: what has become of a member, or "other": a round is disputed, or it is unknown."""
 Votes = Annotated[Mapping[RoundId, Digest], Meta(max_length=_MAX_ROUNDS)]
 """Rounds with the digest of the average that one rank holds."""
 Commits = Annotated[

@@ -190,17 +190,25 @@ def _site_row(name: str, site: events.Site) -> list[str]:
     return [name, loss, format_count(site.tokens), f"{site.passes:.1f}", str(site.step)]
 
 
+_CAUSES = {
+    "silent": "nothing was received in time",
+    "ended": "the process has ended",
+    "unreachable": "the connection ended and can't be reopened",
+    "late": "late",
+    "fault": "its rounds or messages are at fault",
+    "ejected": "ejected",
+    "restarted": "started again",
+    "interrupted": "a connection was interrupted",
+}
+"""`ViewChanged.cause` -> what a line says of it; the others say nothing about a loss."""
+
+
 def _change(event: events.ViewChanged) -> str:
     left = tuple(replica for replica in event.left if replica not in event.lost)
-    # the first clause of the reason, without what is in parentheses, perhaps nested, and without addresses
-    reason = before = event.reason
-    while (reason := re.sub(r" ?\([^()]*\)", "", reason)) != before:
-        before = reason
-    reason = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
-    reason = re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", reason)
+    why = f" ({_CAUSES[event.cause]})" if event.cause in _CAUSES else ""
     parts = []
     if event.lost:
-        parts.append(f"{names_of(event.lost)} {'is' if len(event.lost) == 1 else 'are'} gone ({reason})")
+        parts.append(f"{names_of(event.lost)} {'is' if len(event.lost) == 1 else 'are'} gone{why}")
     if left:
         parts.append(f"{names_of(left)} {'has' if len(left) == 1 else 'have'} left")
     if event.joined:
@@ -208,4 +216,4 @@ def _change(event: events.ViewChanged) -> str:
     rest = counted(len(event.members))
     if event.left:
         rest += " continues" if len(event.members) == 1 else " continue"
-    return "; ".join([*(parts or [f"the replicas connect again ({reason})"]), rest])
+    return "; ".join([*(parts or [f"the replicas connect again{why}"]), rest])

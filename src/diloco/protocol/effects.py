@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from diloco.algorithm import Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
-from diloco.membership import NextView, Report, View
+from diloco.membership import Cause, NextView, Report, View
 from diloco.protocol.events import Timer
 from diloco.protocol.wire import Entry, Refused, Welcome, WireMessage
 
@@ -72,9 +72,9 @@ class Effects:
     timers: dict[Timer, float | None] = field(default_factory=dict)
     # rounds that are applied by every replica, each with the mean that it holds, or by none, with the error
     outcomes: list[tuple[RoundId, Commit | TransportError]] = field(default_factory=list)
-    # views that were adopted, each with the reason as this rank learned it, and the decision; a `Welcome` with the
-    # owner's note goes to the ranks that join
-    adopted: list[tuple[NextView, str]] = field(default_factory=list)
+    # views that were adopted, each with the reason as this rank learned it, and the decision, and the cause; a
+    # `Welcome` with the owner's note goes to the ranks that join
+    adopted: list[tuple[NextView, str, Cause]] = field(default_factory=list)
     welcomed: list[int] = field(default_factory=list)  # ranks to which the last `Welcome` goes once more
     # rounds of which to exchange the payloads with the members of a view, once there is a verdict
     exchanges: list[tuple[View, RoundId]] = field(default_factory=list)
@@ -94,6 +94,7 @@ class RoundFailed:
 
     view_id: int
     why: str
+    cause: Cause
     late: frozenset[int]
     anyway: bool
 

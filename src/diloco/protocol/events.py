@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from diloco.algorithm import RoundId
 from diloco.errors import TransportError
-from diloco.membership import NextView, View
+from diloco.membership import Cause, NextView, View
 from diloco.protocol.wire import Announcement, FactsMessage, Header, Join, Message, SiteMessage
 
 Timer = RoundId | None
@@ -45,7 +45,7 @@ class RankLost(Event, frozen=True):
 
     rank: int
     why: str
-    gone: bool = False  # whether nothing listens there any more
+    cause: Cause  # "ended": nothing listens there any more
 
 
 class Received(Event, frozen=True):

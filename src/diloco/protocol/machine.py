@@ -135,8 +135,8 @@ class Machine:
                 roster.disconnect(rank)
                 roster.in_doubt.add(rank)
                 self.said.forget(rank)
-            case RankLost(rank, why, gone):
-                views.lose(rank, why, gone=gone)
+            case RankLost(rank, why, cause):
+                views.lose(rank, why, cause)
             case Received(sender, message):
                 self._receive(sender, message)
             case BeatDue():

@@ -10,7 +10,7 @@ import msgspec
 
 from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership import Report, RoundIds, View, Votes, names_of, refusal
+from diloco.membership import Cause, Report, RoundIds, View, Votes, names_of, refusal
 from diloco.protocol.effects import Outbox, RoundFailed
 from diloco.protocol.events import Computed, Exchanged, Submitted
 from diloco.protocol.round import Round, tally
@@ -270,7 +270,7 @@ class Rounds:
         else:
             why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
         if late:
-            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", late=late, anyway=has_voted)
+            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", "late", late, anyway=has_voted)
 
     def _look_at(self, each: Round) -> frozenset[int]:
         """Look at a round, now and when it is due or the next look is; return the replicas that are late."""
@@ -302,7 +302,7 @@ class Rounds:
         if too_often := frozenset(each for each, count in counts.items() if count and count % MOST_SPOILT == 0):
             has = "have" if len(too_often) > 1 else "has"
             why = f"{names_of(too_often)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
-            self._fail(why, late=too_often)
+            self._fail(why, "fault", too_often)
 
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
@@ -344,7 +344,7 @@ class Rounds:
             self._decide(each, committed, reason)
         if committed is None and reason and not each.disputed:
             each.disputed = True
-            self._fail(f"{each.id} is disputed: {reason}")
+            self._fail(f"{each.id} is disputed: {reason}", "other")
 
     def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
@@ -388,10 +388,10 @@ class Rounds:
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
 
-    def _fail(self, why: str, late: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
+    def _fail(self, why: str, cause: Cause, late: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         """Have the view end without those that are ``late``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
-        self._outbox.queue.append(RoundFailed(self.view.id, why, late, anyway))
+        self._outbox.queue.append(RoundFailed(self.view.id, why, cause, late, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)

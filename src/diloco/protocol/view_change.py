@@ -39,7 +39,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from diloco.algorithm import RoundId
-from diloco.membership import Accepted, NextView, Report, View, names_of, next_view, refusal, staying_members
+from diloco.membership import Accepted, Cause, NextView, Report, View, names_of, next_view, refusal, staying_members
 from diloco.protocol.effects import Outbox
 from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
@@ -70,9 +70,11 @@ class ViewChange:
     Its owner passes on what it observes and receives, and then calls `evaluate`.
     """
 
-    def __init__(self, view: View, why: str, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    def __init__(
+        self, view: View, why: str, cause: Cause, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox
+    ) -> None:
         self.view = view
-        self.why = why  # the reason for the change as this rank learned it
+        self.why, self.cause = why, cause  # the reason for the change as this rank learned it
         # what this rank knows, and its promise
         self.mine = replace(rounds.freeze(), step=rounds.step, unsteady=roster.unsteady(view, outbox.now_s))
         self._rules = rules
@@ -147,7 +149,7 @@ class ViewChange:
 
     def tell(self, rank: int) -> None:
         """Send the report to a rank that has connected; if it has adopted what follows, it says so."""
-        self._outbox.send([rank], Change(self.mine, self.why))
+        self._outbox.send([rank], Change(self.mine, self.why, self.cause))
 
     def meet_again(self, replica: int) -> None:
         """Note that a member is connected again: the same process, which has adopted nothing unless it says so."""
@@ -317,7 +319,7 @@ class ViewChange:
             self._unsent = False
             self.mine = replace(self.mine, number=self.mine.number + 1)
             self._reports.keep(self.mine)
-            self._send(Change(self.mine, self.why))
+            self._send(Change(self.mine, self.why, self.cause))
 
     def _send(self, message: Change | Propose | Accept | Adopted, but: Collection[int] = ()) -> None:
         """Send a message to all other ranks of the view that may be running."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import GREATEST, NextView, RoundIds, View, names_of, refusal
+from diloco.membership import GREATEST, Cause, NextView, RoundIds, View, names_of, refusal
 from diloco.protocol.effects import Outbox, RoundFailed, ViewBegan
 from diloco.protocol.events import Ejected, Submitted
 from diloco.protocol.members import Roster
@@ -129,20 +129,21 @@ class Views:
 
     # The reasons to end the current view.
 
-    def end(self, why: str, **facts: Any) -> None:
+    def end(self, why: str, cause: Cause, **facts: Any) -> None:
         """End the current view for the reason ``why`` and the ``facts`` of `ViewChange.extend`.
 
         Ignored if this rank takes no part in the view.
         """
-        if change := self._begin_change(why):
+        if change := self._begin_change(why, cause):
             change.extend(**facts)
             self._follow()
 
-    def _begin_change(self, why: str) -> ViewChange | None:
+    def _begin_change(self, why: str, cause: Cause) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
-            why = self._why_ejected if self._ejected else why  # however this rank notices that they go
-            self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
+            if self._ejected:  # however this rank notices that they go
+                why, cause = self._why_ejected, "ejected"
+            self.change = ViewChange(self.view, why, cause, self._rules, self._roster, self._rounds, self._outbox)
             self.change.extend(apart=self._ejected)
         return self.change
 
@@ -151,20 +152,20 @@ class Views:
             self.change = None
             self._outbox.effects.timers[None] = None
 
-    def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
-        """The reason is known for which the connection to a rank has ended; ``gone``: nothing listens there any more.
+    def lose(self, rank: int, why: str, cause: Cause) -> None:
+        """The reason is known for which the connection to a rank has ended; "ended": nothing listens there any more.
 
         Otherwise the process can't be asked, or nothing was received from it though it was connected. A router that has
         lost its way answers for a process that runs, so where all stop it may be running. Where the others continue it
         counts as ended, or of two sites one that is killed would stop the other; see `TcpDirectory`.
         """
-        gone = gone and self._rules.continue_without_lost
+        gone = cause == "ended" and self._rules.continue_without_lost
         self._roster.in_doubt.discard(rank)
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
-        self.drop(rank, f"{of_mine}replica {replica} is lost: {why}", gone=gone)
+        self.drop(rank, f"{of_mine}replica {replica} is lost: {why}", cause, gone=gone)
 
-    def drop(self, rank: int, words: str, *, gone: bool = False) -> None:
+    def drop(self, rank: int, words: str, cause: Cause = "fault", *, gone: bool = False) -> None:
         """Declare a rank lost for the reason in ``words``; ``gone``: its process is known to have ended."""
         replica = self._rules.replica_of(rank)
         self._asked.pop(replica, None)
@@ -179,12 +180,12 @@ class Views:
         else:
             # report all current losses together: one of them alone may look like another replica's fault
             apart = {replica, *self._unconnected()}
-            self.end(words, gone={replica} if gone else (), apart=apart - {replica} if gone else apart)
+            self.end(words, cause, gone={replica} if gone else (), apart=apart - {replica} if gone else apart)
 
     def meet_again(self, rank: int) -> None:
         """Process that a member is connected again, which this rank may have lost. What was on its way is lost."""
         replica = self._rules.replica_of(rank)
-        change = self._begin_change(f"the connection to replica {replica} was interrupted")
+        change = self._begin_change(f"the connection to replica {replica} was interrupted", "interrupted")
         if change is None:
             return
         if self.adopted_last is not None and replica in self.adopted_last.joined:
@@ -202,7 +203,7 @@ class Views:
     def handle_failure(self, failed: RoundFailed) -> None:
         """End the view, as rounds could not take place in it."""
         if failed.view_id == self.view.id and (failed.anyway or not refusal(self.view, failed.late, self._rules)):
-            self.end(failed.why, late=failed.late)
+            self.end(failed.why, failed.cause, late=failed.late)
 
     def settle(self) -> None:
         """Do what is due in a view change after some time."""
@@ -231,7 +232,7 @@ class Views:
     def _go_on_without_ejected(self, *, at_once: bool = False) -> None:
         if going := self._ejected.intersection(self.view.members):
             if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
-                self.end(self._why_ejected, apart=going)
+                self.end(self._why_ejected, "ejected", apart=going)
             else:
                 self._outbox.effects.timers[None] = self._rules.silence_s
 
@@ -250,7 +251,7 @@ class Views:
         elif len(report.joining) > MOST_JOINERS:
             words = f"replica {replica} reports that {len(report.joining)} replicas join"
             self.drop(sender, f"{words}, more than one member admits")
-        elif change := self._begin_change(received.why):
+        elif change := self._begin_change(received.why, received.cause):
             if report.ballot > change.mine.ballot + MOST_AHEAD:
                 self.drop(sender, f"replica {replica} reports ballot {report.ballot}, far ahead of the others")
             else:
@@ -270,12 +271,12 @@ class Views:
             # and announce it, in case this rank's connections end before the other rank's message arrives
             self.leave()
         else:
-            self.end(f"replica {replica} left after step {leaving.step}", left=frozenset({replica}))
+            self.end(f"replica {replica} left after step {leaving.step}", "left", left=frozenset({replica}))
 
     def receive_adopted(self, following: NextView) -> None:
         """Follow a member that has adopted what follows the current view."""
         is_near = following.from_step - 1 <= self._rounds.greatest_step
-        if is_near and following.previous == self.view and self._begin_change(following.reason):
+        if is_near and following.previous == self.view and self._begin_change(following.reason, "other"):
             self._adopt(following)
 
     def receive_parting(self, parting: Excluded) -> None:
@@ -328,7 +329,7 @@ class Views:
             elif len(asked) < self._rules.ranks_per_replica:
                 pass
             elif is_member:  # its old process has ended, whatever this rank knew of it
-                self.end(f"replica {replica} was restarted", restarted=frozenset({replica}))
+                self.end(f"replica {replica} was restarted", "restarted", restarted=frozenset({replica}))
             else:
                 self._admit([replica])
 
@@ -361,7 +362,7 @@ class Views:
             self._asked.pop(each)
         if replicas:
             ask = "ask" if len(replicas) > 1 else "asks"
-            self.end(f"{names_of(replicas)} {ask} to join", joining=frozenset(replicas))
+            self.end(f"{names_of(replicas)} {ask} to join", "joins", joining=frozenset(replicas))
 
     # The next view.
 
@@ -396,7 +397,7 @@ class Views:
         self.view = following.view
         self._apart_until |= dict.fromkeys(following.apart, self._outbox.now_s + _GUARD * self._rules.silence_s)
         self.presumed_gone.update({*lost}.difference(following.left, following.apart))
-        self._outbox.effects.adopted.append((following, reason))
+        self._outbox.effects.adopted.append((following, reason, change.cause))
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
@@ -425,7 +426,7 @@ class Views:
             apart = frozenset()
         if apart | gone:
             words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(apart | gone)}"
-            self.end(words, apart=apart - gone, gone=gone, left=left)
+            self.end(words, "unreachable", apart=apart - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
         asking = dict.fromkeys((*self._complete(), *sorted(mine.joining)))

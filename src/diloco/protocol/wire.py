@@ -18,11 +18,11 @@ from msgspec import Meta, Struct
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
 from diloco.events import Site
-from diloco.membership import GREATEST, Candidate, Count, Digest, NextView, Rank, Ranks, Report, Words
+from diloco.membership import GREATEST, Candidate, Cause, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 from diloco.waiting import described
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -331,6 +331,7 @@ class Change(WireMessage):
 
     report: Report
     why: Words
+    cause: Cause
 
     @property
     def view(self) -> int:

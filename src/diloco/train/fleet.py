@@ -17,7 +17,7 @@ import torch.distributed as dist
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Site
-from diloco.membership import Count, NextView
+from diloco.membership import Cause, Count, NextView
 from diloco.protocol import Left, Rules, WireMessage, decode, encode
 from diloco.transport import (
     Directory,
@@ -213,7 +213,7 @@ class MetFleet(Fleet):
         super().__init__([directory.transport], group=group, held_steps=held_steps)
         self.place, self.rejoins = place, not directory.transport.rules.together
         self._changed = threading.Condition()
-        self._news: list[tuple[NextView, str]] = []
+        self._news: list[tuple[NextView, str, Cause]] = []
         self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
         self._enter(directory)
 
@@ -240,8 +240,8 @@ class MetFleet(Fleet):
     def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
         self.directory.transport.close_to_joiners(reason, for_good=for_good)
 
-    def take_news(self) -> list[tuple[NextView, str]]:
-        """Return the views adopted since the last call, each with the reason."""
+    def take_news(self) -> list[tuple[NextView, str, Cause]]:
+        """Return the views adopted since the last call, each with the reason and its cause."""
         with self._changed:
             taken, self._news = self._news, []
             return taken
@@ -320,7 +320,8 @@ class MetFleet(Fleet):
     def _follow(self, following: NextView) -> WelcomeNote:
         """Record an adopted view, and return the welcome note for the replicas that join it."""
         with self._changed:
-            self._news.append((following, self.directory.transport.reason))
+            transport = self.directory.transport
+            self._news.append((following, transport.reason, transport.cause))
             self._changed.notify_all()
             return WelcomeNote(steps=self.counted[0], sequences=self.counted[1])
 

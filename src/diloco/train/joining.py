@@ -93,7 +93,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         emit(Note(step=step, text=finding))
     if not (isinstance(fleet, MetFleet) and fleet.rejoins):
         return
-    for news, reason in fleet.take_news():
+    for news, reason, cause in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
         emit(
@@ -106,6 +106,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
                 left=tuple(sorted(left)),
                 lost=tuple(sorted(left.difference(news.left))),
                 reason=reason,
+                cause=cause,
                 names=fleet.transport.names(),
             )
         )

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union
 from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.membership import GREATEST, Rank
+from diloco.membership import GREATEST, Cause, Rank
 from diloco.protocol import (
     Beat,
     BeatDue,
@@ -243,18 +243,18 @@ class ConnectionManager(ControlThread):
         if peer := self.peers.pop(rank, None):
             peer.hang_up()
 
-    def drop(self, reasons: Mapping[Peer, str], *, silent: bool = False) -> None:
+    def drop(self, reasons: Mapping[Peer, str], cause: Cause = "unreachable") -> None:
         """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
         dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
         for peer in dropped:
-            if silent:
+            if cause == "silent":
                 peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
             else:
                 peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
             self.handle(Disconnected(peer.rank))
         for peer, why in dropped.items():
-            self.handle(RankLost(peer.rank, f"the connection to {peer.address} was ended: {why}"))
+            self.handle(RankLost(peer.rank, f"the connection to {peer.address} was ended: {why}", cause))
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -363,32 +363,32 @@ class ConnectionManager(ControlThread):
             return
         self.hang_up(peer.rank)
         self.handle(Disconnected(peer.rank))
-        why, gone = await self._why_lost(peer, ended)
+        why, cause = await self._why_lost(peer, ended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
-            self.handle(RankLost(peer.rank, why, gone))
+            self.handle(RankLost(peer.rank, why, cause))
 
-    async def _why_lost(self, peer: Peer, ended: str) -> tuple[str, bool]:
-        """Return why a process is lost whose connection has ended, and whether it seems to have ended."""
+    async def _why_lost(self, peer: Peer, ended: str) -> tuple[str, Cause]:
+        """Return why a process is lost whose connection has ended."""
         what = f"the connection to {peer.address} ended ({ended})"
         if not peer.trusted:  # nobody is dialled on a stranger's word
-            return what, False
+            return what, "unreachable"
         if not ended or self.machine.roster.was_suspended(self.loop.time()):  # it may have ended in the meantime, too
             how = f"ended the connection ({ended})" if ended else "dropped it"
-            return f"{peer.address} received nothing from this process for too long and {how}", False
+            return f"{peer.address} received nothing from this process for too long and {how}", "unreachable"
         seed = f"{peer.rank} {peer.number}"
         for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, seed), _INQUIRIES):  # it may be ending
             try:
                 _, writer = await within(min(_INQUIRY_S, self.rules.silence_s), self.open(peer.address))
             except ConnectionRefusedError:
-                return f"{what}, and nothing listens there any more", True
+                return f"{what}, and nothing listens there any more", "ended"
             except ConnectionResetError:
                 pass  # it was terminating at that moment
             except (OSError, EOFError, TransportError) as error:
-                return f"{what} and can't be reopened ({error})", False
+                return f"{what} and can't be reopened ({error})", "unreachable"
             else:
                 writer.close()
             await asyncio.sleep(pause_s)
-        return f"{what}, though a process still listens there", False
+        return f"{what}, though a process still listens there", "unreachable"
 
     async def _beat(self) -> None:
         self.handle(BeatDue())
@@ -399,7 +399,7 @@ class ConnectionManager(ControlThread):
                 for peer in self.peers.values():
                     peer.link.bare_s = now_s
             why = f"nothing was received for {self.rules.silence_s:g} s"
-            self.drop({peer: why for rank, peer in self.peers.items() if rank in effects.silent}, silent=True)
+            self.drop({peer: why for rank, peer in self.peers.items() if rank in effects.silent}, "silent")
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 if why := peer.link.bare(now_s, self.rules.silence_s, self.rules.connect_timeout_s):

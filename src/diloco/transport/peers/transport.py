@@ -17,7 +17,7 @@ import torch.distributed as dist
 from diloco.algorithm import Contribution, Uplink, payload_window_s
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.events import PeerTraffic, Site
-from diloco.membership import NextView, View, names_of
+from diloco.membership import Cause, NextView, View, names_of
 from diloco.protocol import (
     Announced,
     Announcement,
@@ -68,6 +68,7 @@ class PeerTransport(BackgroundTransport):
     def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:
         self.rules = rules
         self.reason = ""  # why the current view replaced the one before
+        self.cause: Cause = "other"  # the same as one of few words
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._asked_to_stop = False
@@ -400,8 +401,8 @@ class PeerTransport(BackgroundTransport):
             self._answer = answer
             self._changed.notify_all()
 
-    def _adopt(self, following: NextView, reason: str) -> None:
-        self.view, self.reason = following.view, reason
+    def _adopt(self, following: NextView, reason: str, cause: Cause) -> None:
+        self.view, self.reason, self.cause = following.view, reason, cause
         self.connections.trust(self.rules.ranks(self.view.members))
         self._welcome = Welcome(following, self.on_change(following) or b"")
         for rank in self.rules.ranks(following.joined):
