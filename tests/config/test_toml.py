@@ -23,7 +23,11 @@ WRONG_FILES = [
     ('[data]\npaths = "a.txt"', ["data.paths", "Expected array, got str"]),
     ("[network]\nsilence = 15", ["network.silence = 15 is not valid", "expected a number with us, ms, s,"]),
     ('[emulate]\nbandwidth = ["100MB"]', ["emulate.bandwidth", "such as '500Mbit'"]),
-    ("[sync.arguments]\nouter = 3", ["sync.arguments.outer must be a table"]),
+    *(
+        (f"[sync.arguments]\n{role} = {value}", [f"sync.arguments.{role} must be a table"])
+        for role in ("codec", "outer", "merge", "average")
+        for value in (3, "'mean'", "['lm_head']")
+    ),
     ("[sync.arguments.codecs]\na = 3", ["no table 'codecs'; did you mean 'codec'?"]),
     ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel"]),
     ("train = 5", ["train = 5", "train is a section, written [train]"]),

@@ -247,7 +247,7 @@ def frozen(model: nn.Module) -> nn.Module:
         (Tied(), ["lm_head"], r"lm_head.weight can't stay at home without embedding.weight, because the two are tied"),
         (Tied(), ["embedding"], r"embedding.weight can't stay at home without lm_head.weight"),
         (Odd(), ["norm.running_mean"], r"norm.running_mean can't stay at home without holder.shared"),
-        (Vectors(), [3], "at_home must be Sequence.str., got"),
+        (Vectors(), ["a", 3, None, 1.5], r"at_home must be Sequence.str., got \['a', 3, None, \.\.\.\]"),
         (Vectors(), 3, "at_home must be Sequence.str., got 3"),
     ],
 )

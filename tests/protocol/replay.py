@@ -34,8 +34,9 @@ class _Again:
 
     def differs(self, line: dict[str, Any]) -> str:
         """Run an event again; return how its effects differ from those that were logged, or ""."""
+        event = _event(line["input"])
         with contextlib.suppress(Exception):  # it is an effect, too
-            self._machine.handle(line["at_s"], _event(line["input"]))
+            self._machine.handle(line["at_s"], event)
         then, now = line["effects"], self._entries[-1]["effects"]
         if _sorted(then) == _sorted(now):
             self.number += 1
@@ -55,17 +56,25 @@ def replay(lines: Iterable[str]) -> dict[int, int | str]:
     """
     ranks: dict[int, _Again] = {}
     found: dict[int, int | str] = {}
-    for line in lines:
-        fields = json.loads(line) if line.startswith("{") else {}
-        rank = fields.get("rank")
-        if "rules" in fields:
-            ranks[rank] = _Again(fields["rules"])
-            found.setdefault(rank, 0)
-        elif "input" in fields and isinstance(said := found.get(rank, 0), int):
-            if rank not in ranks:
-                raise SystemExit(f"No line says with which rules the machine of rank {rank} was made.")
-            found[rank] = ranks[rank].differs(fields) or said + 1
+    for number, line in enumerate(lines, 1):
+        try:
+            _take(json.loads(line) if line.startswith("{") else {}, ranks, found)
+        except Exception as error:  # of many types, as any part of the line may be damaged
+            words = f"Line {number} is damaged, or of another version: {error!r}"
+            raise SystemExit(f"{words}. Remove it, and the others run.") from error
     return found
+
+
+def _take(fields: dict[str, Any], ranks: dict[int, _Again], found: dict[int, int | str]) -> None:
+    """Run the event of a line again, if it has one."""
+    rank: Any = fields.get("rank")
+    if "rules" in fields:
+        ranks[rank] = _Again(fields["rules"])
+        found.setdefault(rank, 0)
+    elif "input" in fields and isinstance(said := found.get(rank, 0), int):
+        if rank not in ranks:
+            raise SystemExit(f"No line says with which rules the machine of rank {rank} was made.")
+        found[rank] = ranks[rank].differs(fields) or said + 1
 
 
 def _event(packed: str) -> Any:

@@ -59,3 +59,22 @@ def test_a_log_that_lacks_its_beginning_is_refused(tmp_path: Path, lines: Any, w
     (tmp_path / "log").write_text("\n".join(lines and logged("two groups", 0)[lines]))
     with pytest.raises(SystemExit, match=words):
         main(str(tmp_path / "log"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[:-20],
+        lambda line: json.dumps(json.loads(line) | {"input": "AAAA"}),
+        lambda line: json.dumps(json.loads(line) | {"input": 3}),
+        lambda line: json.dumps({"rank": 0, "input": json.loads(line)["input"]}),
+        lambda line: json.dumps({"rank": 0, "rules": {"rank": "none", "colour": 3}}),
+    ],
+    ids=["cut", "another event", "no event", "no time", "no rules"],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, damage: Any) -> None:
+    lines = logged("two groups", 0)
+    place = next(place for place, line in enumerate(lines) if "input" in json.loads(line))
+    (tmp_path / "log").write_text("\n".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]]))
+    with pytest.raises(SystemExit, match=rf"Line {place + 1} is damaged"):
+        main(str(tmp_path / "log"))

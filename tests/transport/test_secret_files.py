@@ -6,13 +6,16 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa, x25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.private_files import create_private
-from diloco.transport import Address, Admission, derive_key, load_identity, new_secret, read_secret
+from diloco.transport import Address, Admission, derive_key, load_identity, load_key, new_secret, read_secret
 from tests.transport.nowhere import place
 
 SECRET = new_secret()
@@ -45,9 +48,9 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, content:
 @pytest.mark.parametrize(
     "use", [lambda text: Admission("run", text), lambda text: place(0, 1, Address("127.0.0.1", 0), secret=text)]
 )
-def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], object]) -> None:
-    for text in ("", SECRET):
-        use(text)
+def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], Any]) -> None:
+    for text in ("", SECRET, f"{SECRET}\n", f" {SECRET}\r\n"):  # as a file is read whole
+        assert use(text).secret == text.strip()
     for wrong, words in (("words", "does not begin with 'diloco-secret:'"), (SECRET.encode(), "a bytes instead")):
         with pytest.raises(ConfigurationError, match=words):
             use(wrong)
@@ -108,8 +111,30 @@ def test_a_key_is_made_once_only_its_owner_can_read_it_and_what_is_none_is_named
     assert [each.name for each in made.path.parent.iterdir()] == ["identity.key"]
     peer_id = load_identity.__globals__["load_engine"]().PeerID.from_identity(made.path.read_bytes())
     assert str(peer_id) == made.peer_id, "libp2p reads it, too"
-    with pytest.raises(ConfigurationError, match="holds no usable private key"):
-        load_identity(written(tmp_path, b"no key"))
+
+
+def in_file(key: Any, form: PrivateFormat = PrivateFormat.PKCS8) -> bytes:
+    der = key.private_bytes(Encoding.DER, form, NoEncryption())
+    return bytes((8, 0, 0x12, len(der) % 128 | 128, len(der) // 128)) + der
+
+
+def test_a_file_that_is_no_key_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
+    """Damaged, or with a key that TLS, libp2p or both would not take: a process must not end in the middle of them."""
+    whole = load_key(tmp_path / "identity.key")
+    data = (tmp_path / "identity.key").read_bytes()
+    assert data == in_file(whole, PrivateFormat.TraditionalOpenSSL)
+    wrong = {
+        "empty": b"", "cut": data[:-1], "longer": data + b"\0", "another size": data[:3] + b"\xff\x7f" + data[5:],
+        "a bit": data[:600] + bytes([data[600] ^ 1]) + data[601:], "text": b"no key", "zeros": bytes(1200),
+        "another form": in_file(whole), "elliptic": in_file(ec.generate_private_key(ec.SECP256R1())),
+        "x25519": in_file(x25519.X25519PrivateKey.generate()),
+        "short": in_file(rsa.generate_private_key(65537, 1024), PrivateFormat.TraditionalOpenSSL),
+    }  # fmt: skip
+    for name, content in wrong.items():
+        path = tmp_path / name
+        create_private(path, content)
+        with pytest.raises(ConfigurationError, match=f"{path} holds no usable private key"):
+            load_key(path)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])

@@ -204,7 +204,8 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         "model.arguments": preset.model.arguments(),
     }
     without_start, over_links = tables.get(f"{name}-without-start"), _transport(asked).meets
-    at_home = asked.get("sync.arguments", {}).get("average", {}).get("at_home")
+    average = asked.get("sync.arguments", {}).get("average")
+    at_home = average.get("at_home") if isinstance(average, Mapping) else None  # what is no table is refused later
     if without_start is not None and (over_links or at_home) and "train.data_parallel_steps" not in asked:
         values |= typed_values(without_start, RunSettings, name)
         rounds = steps // max(1, asked.get("sync.inner_steps", values["sync.inner_steps"]))

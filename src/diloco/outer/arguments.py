@@ -161,6 +161,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, type):
         advice = "" if value.__module__.startswith("torch.") else f". Create one: {value.__qualname__}(...)"
         return f"the class {value.__qualname__}{advice}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join([*map(_shown, value[:_NAMED]), *(['...'] if value[_NAMED:] else [])])}]"
     return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
 
 

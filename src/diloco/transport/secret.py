@@ -55,7 +55,7 @@ def read_secret(path: Path | None, key: str) -> str:
 
 
 def check_secret(secret: str) -> str:
-    """Return ``secret``, which may be "" for none.
+    """Return ``secret`` without the white space around it, as in a file that is read whole; "" stands for none.
 
     Raises:
         ConfigurationError: if it has another form than a secret has.
@@ -65,7 +65,7 @@ def check_secret(secret: str) -> str:
             _bits(secret)
     except ValueError as error:
         raise ConfigurationError(f"the secret can't be used: {error}. Take what `diloco secret` writes.") from error
-    return secret
+    return secret.strip()
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,6 +85,7 @@ def derive_key(purpose: str, secret: str) -> bytes:
 def _bits(secret: str) -> bytes:
     if not isinstance(secret, str):
         raise ValueError(f"it is a {type(secret).__name__} instead of a string")
+    secret = secret.strip()
     if not secret.startswith(_FORM):
         raise ValueError(f"it does not begin with {_FORM!r}, as a secret from `diloco secret` does")
     digits, _, check = secret.removeprefix(_FORM).partition("-")

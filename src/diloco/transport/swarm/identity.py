@@ -221,7 +221,7 @@ class Admission:
     ejected: frozenset[str] = frozenset()  # identities of peers that are not admitted any more
 
     def __post_init__(self) -> None:
-        check_secret(self.secret)
+        object.__setattr__(self, "secret", check_secret(self.secret))
 
     def admits(self, peer: str) -> bool:
         """Return whether ``peer`` is on the list of allowed peers, or there is no list, and it was not ejected."""

@@ -56,7 +56,7 @@ class Place(MeetingPlace):
     join_window_s: float = 3.0
 
     def __post_init__(self) -> None:
-        check_secret(self.secret)
+        object.__setattr__(self, "secret", check_secret(self.secret))
         object.__setattr__(self, "replica", check_replica(self.replica, self.num_replicas))  # maybe one of NumPy's
 
     @property
