@@ -25,8 +25,8 @@ from diloco.checkpoint import CheckpointWriter
 from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
-from diloco.membership import GREATEST, Candidate, View
-from diloco.protocol import Disconnected, Entry, Excluded, RankLost, Received, Rules
+from diloco.membership import GREATEST, View
+from diloco.protocol import Disconnected, Entry, Excluded, Looking, RankLost, Received, Rules
 from diloco.train import MetFleet, Swarm, find_beginning, follow_views, save_session
 from diloco.transport import (
     Address,
@@ -43,9 +43,9 @@ from diloco.waiting import in_thread
 from tests.train.source_runs import session_of
 from tests.transport.nowhere import answering, free_address
 from tests.transport.relays import frame, stranger_at
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, wait_for_members
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK
 from tests.transport.swarms import QUICK as SWARM
-from tests.transport.wires import QUICK, at_once, rendezvous
+from tests.transport.wires import LIMIT_S, QUICK, at_once, rendezvous, wait_for_members
 
 Meet = Callable[..., list[MetFleet]]
 Make = Callable[..., MetFleet]
@@ -65,7 +65,7 @@ def meet() -> Iterator[Meet]:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
             if keys:
                 places = [replace(each, identity=keys / f"{each.replica}.key") for each in places]
-            found = at_once([lambda place=place: MetFleet.meet(place, rules) for place in places])
+            found = at_once([lambda place=place: MetFleet(place, rules) for place in places])
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -224,7 +224,7 @@ def test_nobody_founds_a_view_before_others_had_the_time_to_announce_themselves(
     """Else the first one that searches founds it, and not the one with the newest state."""
     (fleet,), now_s = meet(1), 100.0
     directory = fleet.directory
-    directory.me, directory.join_window_s, directory.begins = Candidate(0, 5), 3.0, False
+    directory.me, directory.join_window_s, directory.begins = Looking(0, 5), 3.0, False
 
     async def sleep(pause_s: float) -> None:
         nonlocal now_s
@@ -494,7 +494,7 @@ def swarm(keys: Path) -> Iterator[Make]:
         )
         own = {"rendezvous_timeout_s": 15.0, "together": False, "min_replicas": min_replicas}
         rules = Rules(**SWARM | own)
-        fleets.append(Swarm.found_or_join(place, rules, held_step=held_step, replicas=start, margin=1))
+        fleets.append(Swarm(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
     yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,10 +23,7 @@ from diloco.transport import (
     load_identity,
 )
 from tests.transport.relays import frame
-from tests.transport.wires import at_once
-
-LIMIT_S = 60.0
-"""Far longer than anything here takes, even on a busy machine."""
+from tests.transport.wires import LIMIT_S, at_once, wait_for_members
 
 HIVEMIND_LEAVES_CONNECTIONS = pytest.mark.filterwarnings(
     # a peer that ends in the middle of a request leaves its connection to the daemon to the garbage collector
@@ -150,16 +146,3 @@ async def answer_to(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter], *
         return await asyncio.wait_for(reader.read(1 << 14), LIMIT_S)
     finally:
         writer.close()
-
-
-def wait_for_members(transport: PeerTransport, number: int) -> None:
-    """Wait until the view has this many members."""
-    changed = threading.Condition()
-
-    def note(following: object) -> None:
-        with changed:
-            changed.notify_all()
-
-    transport.on_change = note
-    with changed:
-        assert changed.wait_for(lambda: len(transport.view.members) == number, LIMIT_S), transport.view

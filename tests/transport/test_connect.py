@@ -19,7 +19,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.protocol import Entry, note
+from diloco.protocol import Entry
 from diloco.transport import Address, Directory, Members, TcpDirectory, TcpStreams, connect, examine, parse_address
 from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int,
         said = failure(connect, place(rank, num_replicas, address), rules(facts={"codec": codec}))
         assert re.search(words, said), said
         found = [each.result() for each in (first, right(1), right(2))]
-    assert [sorted(each.entries) for each in found] == [[0, 1, 2]] * 3
+    assert [sorted(each.transport.entries()) for each in found] == [[0, 1, 2]] * 3
     for each in found:
         each.transport.close()
 
@@ -103,7 +103,7 @@ def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() 
             "network.round_timeout, of which this is half."
         )
         found = work_together(2, address)
-    assert [sorted(each.entries) for each in found] == [[0, 1], [0, 1]]
+    assert [sorted(each.transport.entries()) for each in found] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b"], ids=["nobody there", "no name that a resolver takes"])
@@ -250,9 +250,9 @@ def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does(host: str) ->
     """Whichever rank comes first; the others try again until it listens."""
     address = free_address(host)
     found = work_together(3, address)
-    assert parse_address(found[0].entries[0].address) == address
-    assert {parse_address(entry.address).host for entry in found[2].entries.values()} == {host}
-    assert [[entry.held_step for entry in each.entries.values()] for each in found] == [[0, 10, 20]] * 3
+    assert parse_address(found[0].transport.entries()[0].address) == address
+    assert {parse_address(entry.address).host for entry in found[2].transport.entries().values()} == {host}
+    assert [[entry.held_step for entry in each.transport.entries().values()] for each in found] == [[0, 10, 20]] * 3
 
 
 @pytest.fixture
@@ -260,29 +260,6 @@ def alone() -> Iterator[Directory]:
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
     with closing(directory.transport):
         yield directory
-
-
-def test_a_rank_that_comes_again_with_another_checkpoint_does_not_change_the_common_step(
-    alone: Directory,
-) -> None:
-    """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
-    assert alone.entries[0].held_step == 10
-    note(alone.known, replace(alone.entry, held_step=20), {0})
-    assert alone.entries[0].held_step == 10
-
-
-def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhile(alone: Directory) -> None:
-    """The training thread asks, and they come in another one; an error there would end the run."""
-
-    class Rank(int):
-        __hash__ = int.__hash__
-
-        def __ne__(self, other: object) -> bool:
-            alone.known[len(alone.known)] = Entry(len(alone.known), "a:1")
-            return int(self) != other
-
-    alone.known.update({Rank(rank): Entry(rank, f"host:{rank}") for rank in (1, 2)})
-    assert [each.rank for each in alone.transport.known_entries()] == [1, 2]
 
 
 def test_who_is_asked_for_the_members_before_it_has_begun_is_none_itself() -> None:

@@ -35,7 +35,8 @@ from diloco.transport import (
 from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, answer_to, wait_for_members
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, answer_to
+from tests.transport.wires import LIMIT_S, wait_for_members
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 RUN = "ejections"

@@ -280,7 +280,7 @@ def test_a_stranger_has_few_connections_however_often_it_opens_each(alone: Direc
         assert len(connections.connected) <= 5, "one may be about to be dropped"
         place = stranger.greets(range(50, 60))
         for rank in range(50, 60):
-            connections.call(connections.connect(Entry(rank, str(place), stranger.identity)))
+            connections.call(connections.dial(Entry(rank, str(place), stranger.identity)))
         assert len(connections.connected) <= 5
         assert not any(peer.trusted for peer in connections.peers.values())
 
@@ -339,7 +339,7 @@ def test_who_connects_as_a_rank_before_the_table_is_known_gives_way_to_the_one_i
         assert said(stays)["kind"] == "greeting"
         entry = connections.entries[1] = Entry(1, str(owner.greets([1])), owner.identity)
         assert not connections.hears(entry)
-        connections.call(connections.connect(entry))
+        connections.call(connections.dial(entry))
         assert connections.identity(1) == owner.identity
         assert said(stays)["kind"] == "excluded"
 

@@ -182,7 +182,8 @@ def test_who_loses_its_view_again_and_again_does_not_look_for_all_that_it_ever_k
     """It dialled the addresses that it had known at each loss, also of peers that had ended days before."""
     given, longest_gone, there = (f"/ip4/9.9.9.9/tcp/{port}/p2p/Qm" for port in (1, 2, 3))
     streams = mock.Mock(place=NodePlace(join=(given, longest_gone)))
-    before = mock.Mock(known_entries=lambda: [Entry(1, "Qm", places=(there,))], connections=mock.Mock(streams=streams))
+    known = {1: Entry(1, "Qm", places=(there,))}
+    before = mock.Mock(entries=lambda: known, connections=mock.Mock(streams=streams))
     lost = Lost(mock.Mock(transport=before), mock.Mock(), 1.0)
     place = SwarmPlace(identity=swarms.key(0), admission=Admission("run"), node=NodePlace(join=(given,)))
     with closing(place.transport(Rules(), lost)) as transport:

@@ -22,9 +22,7 @@ from diloco.waiting import in_thread
 from tests.gpus import Cuda, on_gpu
 from tests.transport.contract import MakeEndpoints, TransportContract, check_void, contribution, exchange
 from tests.transport.relays import stranger_at
-from tests.transport.wires import Wires, at_once
-
-LIMIT_S = 60.0
+from tests.transport.wires import LIMIT_S, Wires, at_once, wait_for_members
 
 
 class TestTcpContract(TransportContract):
@@ -52,10 +50,8 @@ def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> 
         transport.announce_speed(1.5 + number)
     at_once([each.finish for each in transports])  # messages of a connection keep their order
     assert first.speeds() == {1: 2.5, 2: 3.5}
-    adopted = threading.Event()
-    first.on_change = lambda following: adopted.set()
     third.leave()
-    assert adopted.wait(LIMIT_S)
+    wait_for_members(first, 2)
     assert first.speeds() == {1: 2.5}
 
 
@@ -172,8 +168,7 @@ def test_an_error_in_an_exchange_makes_the_round_void_for_all_with_its_reason(wi
 def test_an_error_in_a_callback_or_a_message_over_the_limit_ends_its_own_transport_only(
     wires: Wires,
 ) -> None:
-    first, second, third = wires.meet(3, continue_without_lost=True)
-    first.on_change = fail
+    first, second, third = wires.meet(3, on_change={0: fail}, continue_without_lost=True)
     with pytest.raises(TransportError, match=r"internal error \(TransportError: a control message of 105\d+ bytes"):
         third.ask_to_join(Entry(2, "", places=("0" * 4096,) * 257), 20.0)
     with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):

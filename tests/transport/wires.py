@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,9 @@ from diloco.transport import (
     connect,
     serve_probes,
 )
+
+LIMIT_S = 60.0
+"""Far longer than anything here takes, even on a busy machine."""
 
 QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
 
@@ -78,16 +81,23 @@ class Wires:
         self._exits = ExitStack()
 
     def meet(
-        self, num_replicas: int, *, ranks_per_replica: int = 1, secret: str = "", **rules: Any
+        self,
+        num_replicas: int,
+        *,
+        ranks_per_replica: int = 1,
+        secret: str = "",
+        on_change: Mapping[int, Callable[..., bytes]] | None = None,
+        **rules: Any,
     ) -> list[PeerTransport]:
-        """Return the transports of all ranks."""
+        """Return the transports of all ranks; ``on_change``: rank -> that of `connect`."""
         address = self._exits.enter_context(rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, secret))
 
         def one(rank: int) -> Directory:
             replica, position = divmod(rank, ranks_per_replica)
             size: dict[str, Any] = {"num_replicas": num_replicas, "ranks_per_replica": ranks_per_replica}
             place = Place(replica=replica, position=position, rendezvous=address, secret=secret, **size)
-            return connect(place, Rules(**(QUICK | rules)))
+            told = (on_change or {}).get(rank)
+            return connect(place, Rules(**(QUICK | rules)), on_change=told)
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
         for each in found:
@@ -100,3 +110,9 @@ class Wires:
     def close(self) -> None:
         at_once([transport.close for transport in self.transports])
         self._exits.close()
+
+
+def wait_for_members(transport: PeerTransport, number: int) -> None:
+    """Wait until the view has this many members."""
+    transport.connections.wait_for(lambda: len(transport.view.members) == number, LIMIT_S)
+    assert len(transport.view.members) == number

@@ -1,5 +1,3 @@
-from .bootstrap import Candidate as Candidate
-from .bootstrap import choose_founder as choose_founder
 from .next_view import Policy as Policy
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view

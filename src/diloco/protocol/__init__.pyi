@@ -62,6 +62,7 @@ from .wire import Store as Store
 from .wire import Table as Table
 from .wire import Welcome as Welcome
 from .wire import WireMessage as WireMessage
+from .wire import choose_founder as choose_founder
 from .wire import decode as decode
 from .wire import encode as encode
 from .wire import note as note

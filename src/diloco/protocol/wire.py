@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
 from diloco.errors import ConfigurationError
 from diloco.events import Site
-from diloco.membership import GREATEST, Candidate, Cause, Count, Digest, NextView, Rank, Ranks, Report, Words
+from diloco.membership import GREATEST, Cause, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.units import diff, visible
 from diloco.waiting import described
 
@@ -91,6 +91,7 @@ _MAX_FACTS_BYTES = 13 << 10  # in all, so that an entry fits into the 16 kB that
 
 _Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 _Swarm = Annotated[str, Meta(max_length=64)]
+HeldStep = Annotated[int, Meta(ge=-1, le=GREATEST)]  # the newest step that a rank could resume from; -1 for none
 Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=_MAX_FACTS)]
 Topic = Literal["stop", "finished", "speed"]
 
@@ -129,8 +130,7 @@ class Entry:
     # a hash of the public key that the process proves to have over each connection; "" proves nothing
     key: Annotated[str, Meta(max_length=100)] = ""
     facts: Facts = field(default_factory=dict)  # what must be the same on all ranks: name -> value
-    # the newest step of which the rank has a checkpoint; -1 for none
-    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
+    held_step: HeldStep = -1
     # further addresses of the rank, in the network's own format
     places: Annotated[tuple[_Text, ...], Meta(max_length=16)] = ()
     name: Annotated[str, Meta(max_length=MAX_NAME)] = ""  # what people call it
@@ -250,7 +250,21 @@ class Members(WireMessage, dict=True):
 class Looking(WireMessage):
     """The sender is looking for the members, too."""
 
-    candidate: Candidate
+    number: Rank  # its replica number
+    held_step: HeldStep = -1
+    founds: bool = True  # whether it may found a view
+
+
+def choose_founder(looking: Iterable[Looking]) -> int | None:
+    """Return the number of the replica that founds the first view, of those that look for one; None: none may.
+
+    It is the one with the newest step; of several, the one with the lowest number.
+
+    >>> choose_founder([Looking(2, 150), Looking(1, 100), Looking(0, 150), Looking(3, 200, founds=False)])
+    0
+    """
+    may = [(-each.held_step, each.number) for each in looking if each.founds]
+    return min(may)[1] if may else None
 
 
 class Over(WireMessage):

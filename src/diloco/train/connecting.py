@@ -101,8 +101,8 @@ def _over_tcp(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    fleet = MetFleet.meet(place, rules, held_step=_held_step(run, role), group=group)
-    hosts = {rank: parse_address(entry.address).host for rank, entry in fleet.directory.entries.items()}
+    fleet = MetFleet(place, rules, held_step=_held_step(run, role), group=group)
+    hosts = {rank: parse_address(entry.address).host for rank, entry in fleet.directory.transport.entries().items()}
     choose_threads([*hosts.values()].count(hosts[place.rank]))
     return fleet
 
@@ -189,7 +189,7 @@ def _in_swarm(run: RunSettings, role: Role, folder: Path, facts: Mapping[str, st
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    fleet = Swarm.found_or_join(
+    fleet = Swarm(
         place,
         rules,
         held_step=held_step,

@@ -204,38 +204,35 @@ class MetFleet(Fleet):
 
     def __init__(
         self,
-        directory: Directory,
         place: MeetingPlace,
+        rules: Rules,
         *,
+        held_step: int = -1,
+        closed: str = "",
         group: ReplicaGroup | None = None,
-        held_steps: Mapping[int, int] | None = None,
     ) -> None:
-        super().__init__([directory.transport], group=group, held_steps=held_steps)
-        self.place, self.rejoins = place, not directory.transport.rules.together
-        self._changed = threading.Condition()
-        self._news: list[tuple[NextView, str, Cause]] = []
-        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
-        self._enter(directory)
-
-    @classmethod
-    def meet(
-        cls, place: MeetingPlace, rules: Rules, *, held_step: int = -1, group: ReplicaGroup | None = None
-    ) -> MetFleet:
         """Connect to the other replicas. Each rank communicates with those that hold the same shard.
 
         Args:
             place: this rank, and where it meets the others.
             rules: the rules of the run.
             held_step: the newest step from which this rank could resume; -1 for none.
+            closed: why nobody can join at first; "" if all can.
             group: the ranks of the replica; None: this rank alone.
         """
-        directory = connect(place, rules, held_step=held_step, closed="")
-        steps = {rank: entry.held_step for rank, entry in directory.entries.items()}
-        return cls(directory, place, group=group, held_steps=steps)
+        self._changed = threading.Condition()
+        self._news: list[tuple[NextView, str, Cause]] = []
+        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
+        directory = connect(place, rules, held_step=held_step, closed=closed, on_change=self._note_view)
+        steps = dict[int, int]()
+        if not self.elastic:
+            steps = {rank: entry.held_step for rank, entry in directory.transport.entries().items()}
+        super().__init__([directory.transport], group=group, held_steps=steps)
+        self.place, self.rejoins = place, not rules.together
+        self._enter(directory)
 
     def _enter(self, directory: Directory) -> None:
         self.directory, self.transports, self.joining = directory, [directory.transport], directory.joining
-        directory.transport.on_change = lambda following: encode(self._follow(following))
 
     def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
         self.directory.transport.close_to_joiners(reason, for_good=for_good)
@@ -304,7 +301,8 @@ class MetFleet(Fleet):
             lost.close()
             listening = self._listening and self._listening.dup()
             again = Lost(self.directory, last, patience_s, listening)
-            self._enter(connect(self.place, lost.rules, lost=again, closed="it is rejoining itself"))
+            closed = "it is rejoining itself"
+            self._enter(connect(self.place, lost.rules, lost=again, closed=closed, on_change=self._note_view))
         except OSError as error:  # another program has its port, say, or it has no descriptor left
             raise TransportError(f"replica {lost.replica} can't listen for the others: {error}.") from error
         self._stop_listening()
@@ -317,11 +315,13 @@ class MetFleet(Fleet):
 
     # View changes, in the control thread.
 
-    def _follow(self, following: NextView) -> WelcomeNote:
+    def _note_view(self, following: NextView, reason: str, cause: Cause) -> bytes:
+        return encode(self._follow(following, reason, cause))
+
+    def _follow(self, following: NextView, reason: str, cause: Cause) -> WelcomeNote:
         """Record an adopted view, and return the welcome note for the replicas that join it."""
         with self._changed:
-            transport = self.directory.transport
-            self._news.append((following, transport.reason, transport.cause))
+            self._news.append((following, reason, cause))
             self._changed.notify_all()
             return WelcomeNote(steps=self.counted[0], sequences=self.counted[1])
 
@@ -334,20 +334,7 @@ class Swarm(MetFleet):
     relays: tuple[str, ...] = ()  # likewise: addresses through which its members find each other
 
     def __init__(
-        self, directory: Directory, place: MeetingPlace, *, replicas: int = 1, margin: int = 0, batch_size: int = 1
-    ) -> None:
-        """Begin; the arguments are those of `found_or_join`."""
-        self.begun = False
-        self.shares = Shares.of((directory.transport.replica,))  # who draws which data
-        self._replicas, self._margin, self._batch_size = replicas, margin, batch_size
-        self._assignments: tuple[Assignment, ...] = ()
-        self._taken: tuple[Assignment, ...] = ()
-        self._leaving: threading.Timer | None = None
-        super().__init__(directory, place)
-
-    @classmethod
-    def found_or_join(
-        cls,
+        self,
         place: MeetingPlace,
         rules: Rules,
         *,
@@ -355,7 +342,7 @@ class Swarm(MetFleet):
         replicas: int = 1,
         margin: int = 0,
         batch_size: int = 1,
-    ) -> Swarm:
+    ) -> None:
         """Find the swarm of a run, or found it.
 
         Args:
@@ -366,8 +353,14 @@ class Swarm(MetFleet):
             margin: the number of inner steps within which every member has to wait for a round.
             batch_size: sequences per batch of a replica (B).
         """
-        directory = connect(place, rules, held_step=held_step, closed="it is starting")
-        return cls(directory, place, replicas=replicas, margin=margin, batch_size=batch_size)
+        self.begun = False
+        self._replicas, self._margin, self._batch_size = replicas, margin, batch_size
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._leaving: threading.Timer | None = None
+        super().__init__(place, rules, held_step=held_step, closed="it is starting")
+        if self.joining:
+            self.shares = Shares.of(self.local)  # who draws which data
 
     def _enter(self, directory: Directory) -> None:
         super()._enter(directory)
@@ -435,7 +428,7 @@ class Swarm(MetFleet):
             self.begun, self._taken = note.begun, ()
             self._share(note.shares, self.num_members)
 
-    def _follow(self, following: NextView) -> WelcomeNote:
+    def _follow(self, following: NextView, reason: str, cause: Cause) -> WelcomeNote:
         """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
         with self._changed:
             shares = self.shares.following(
@@ -446,7 +439,7 @@ class Swarm(MetFleet):
                 batch_size=self._batch_size,
             )
             self._share(shares, len(following.view.members))
-            return msgspec.structs.replace(super()._follow(following), begun=self.begun, shares=self.shares)
+            return msgspec.structs.replace(super()._follow(following, reason, cause), begun=self.begun, shares=self.shares)
 
     def _share(self, shares: Shares, members: int = 0) -> None:
         """Divide the data as ``shares`` say; training begins once there are enough members."""

@@ -16,6 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,8 +107,8 @@ class ProcessGroupTransport(Transport):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # why a collective has failed: gloo ends a process in which another one meets what is left of it
         self._broken: Exception | None = None
-        roll.on_ask = self._answer
         in_thread(self._work, "diloco-process-group")
+        in_thread(self._serve, "diloco-answer")
 
     # Rounds.
 
@@ -294,9 +295,15 @@ class ProcessGroupTransport(Transport):
         received.result()
         return data
 
-    def _answer(self, rank: int, question: Any) -> None:
+    def _serve(self) -> None:
+        while (asked := self.roll.questions.get()) is not None:
+            rank, (fragment, expected_bytes) = asked
+            with suppress(RuntimeError):  # the rank has ended, which the roll call finds out
+                self._send_state(rank, fragment, expected_bytes)
+
+    def _send_state(self, rank: int, fragment: int, expected_bytes: int | None) -> None:
         """Send a fragment's state to a rank that has asked for it."""
-        (fragment, expected_bytes), parts, refusal = question, list[Any](), ""
+        parts, refusal = list[Any](), ""
         try:
             if self._source is None:
                 raise TransportError("it has published nothing")

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import xxhash
@@ -82,8 +82,7 @@ class RollCall:
     def __init__(self, store: Store, rank: int, size: int, *, silence_s: float) -> None:
         self.rank, self.size, self.silence_s = rank, size, silence_s
         self.names = [f"rank {each}" for each in range(size)]
-        # called in a thread of its own with the rank and the question of one that asks for something
-        self.on_ask: Callable[[int, Any], None] = lambda rank, question: None
+        self.questions = SimpleQueue[tuple[int, Any] | None]()  # of ranks that have asked this one; None: the end
         self.others_ended_s: float | None = None  # when this rank learnt that another has finished the run
         self._store = store
         self._beat_s = silence_s / _BEATS
@@ -172,7 +171,7 @@ class RollCall:
         return [record.news for record in self._records]
 
     def ask(self, rank: int, question: Any) -> None:
-        """Have another rank call its `on_ask`."""
+        """Put a question to another rank, among its `questions`."""
         with self._lock:
             self._mine = replace(self._mine, asks=self._mine.asks + 1, asked=rank, question=question)
         self._wake.set()
@@ -223,6 +222,7 @@ class RollCall:
                 self._mine.failed = f"{self.names[self.rank]} has ended: {failed.rstrip('.') or 'it has left'}"
         self._closed.set()
         self._wake.set()
+        self.questions.put(None)
         futures.wait([self._watching], _LEAVING_S)
 
     def _all_have_finished(self) -> bool:
@@ -265,7 +265,7 @@ class RollCall:
                 self.others_ended_s = self.others_ended_s or now_s
             if record.asked == self.rank and record.asks > self._served[rank]:
                 self._served[rank] = record.asks
-                in_thread(partial(self.on_ask, rank, record.question), "diloco-answer")
+                self.questions.put((rank, record.question))
         with self._lock:
             if any(each.stop for each in records) and self._mine.begun is None:
                 self._mine.begun = self._begun

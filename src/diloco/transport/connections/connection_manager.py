@@ -82,10 +82,16 @@ MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per r
 
 
 class ConnectionManager(ControlThread):
-    """The control connections of this process, by rank."""
+    """The control connections of this process, by rank.
 
-    def __init__(self, rules: Rules, streams: TcpStreams) -> None:
-        super().__init__(rules)
+    Args:
+        on_peer: called when a peer has connected. The further arguments are those of `ControlThread`.
+    """
+
+    def __init__(
+        self, rules: Rules, streams: TcpStreams, on_peer: Callable[[Peer], object] = lambda peer: None, **owner: Any
+    ) -> None:
+        super().__init__(rules, **owner)
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.process = secrets.token_hex(8)  # its name: that of its part in the run, from its first view to its last
@@ -97,7 +103,7 @@ class ConnectionManager(ControlThread):
         self.entries: dict[int, Entry] = {}  # known ranks; nobody with another key can claim a member's
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.link.counters() for each in list(self.peers.values())))
-        self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected
+        self._on_peer = on_peer
         # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
         # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
         # back its answer until then, and no longer sends it
@@ -198,7 +204,7 @@ class ConnectionManager(ControlThread):
             return Refused(f"rank {rank} is that of {known}, which has another key, until the others have lost it")
         return None
 
-    async def connect(self, entry: Entry, expected: str = "") -> None:
+    async def dial(self, entry: Entry, expected: str = "") -> None:
         """Open the connection to a rank.
 
         Args:
@@ -336,7 +342,7 @@ class ConnectionManager(ControlThread):
         link = PayloadLink(dials=opened, meter=self.meter)
         peer = Peer(rank, number, address, writer, token, opened, trusted, crossed, link)
         self.peers[rank] = peer
-        self.on_peer(peer)
+        self._on_peer(peer)
         self.handle(Connected(rank, number, str(address), process))
         peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()

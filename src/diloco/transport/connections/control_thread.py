@@ -59,18 +59,26 @@ class ControlThread:
     """A daemon thread with an event loop, running when the constructor returns.
 
     The machine takes in events under a lock; other threads read its state under the same lock.
+
+    Args:
+        acts: what carries out effects, but for timers.
+        on_fault: called in this thread after `fault` is set, and after each later event.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        acts: Callable[[Effects], Acts] = lambda effects: [],
+        on_fault: Callable[[], object] = lambda: None,
+    ) -> None:
         self.rules, self.rank = rules, rules.rank  # of this process
         self.machine = Machine(rules)
         if _LOG.isEnabledFor(logging.DEBUG):
             self.machine = LoggedMachine(rules, lambda words, each: _LOG.debug("%s", words, extra={"fields": each}))
         self.changed = threading.Condition()  # its lock guards the machine; notified after each event
-        self.acts: Callable[[Effects], Acts] = lambda effects: []  # what carries out effects, but for timers
         self.left = ""  # why this rank has closed its transport; "": it has not
         self.fault = ""  # the internal error that has ended all connections; "": none
-        self.on_fault: Callable[[], object] = lambda: None  # called once in this thread, after `fault` is set
+        self._acts, self._on_fault = acts, on_fault
         self._closing = False
         self._calling = threading.Lock()  # held while a call is put to the loop, which closes with none left
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -167,7 +175,7 @@ class ControlThread:
             MessageError: A malformed message was received. Any other error ends this thread's connections.
         """
         if self.fault:
-            self.on_fault()  # for a round that has begun since
+            self._on_fault()  # for a round that has begun since
             return Effects()
         try:
             with self.changed:
@@ -179,7 +187,7 @@ class ControlThread:
             self.fail(error)
             return Effects()
         errors = []
-        for carry_out, many in [*self.acts(effects), (self._set_timer, effects.timers.items())]:
+        for carry_out, many in [*self._acts(effects), (self._set_timer, effects.timers.items())]:
             for each in many:
                 try:
                     carry_out(*each)
@@ -214,7 +222,7 @@ class ControlThread:
         self.fault = f"{who} has ended all connections after an internal error ({what}). Please report it."
         _LOG.error("%s", self.fault, exc_info=error)
         self._failing = self.loop.create_task(self.end())
-        self.on_fault()
+        self._on_fault()
 
     def keep(self, stream: Stream) -> Stream:
         self.transports.add(raw_transport(stream[1]))

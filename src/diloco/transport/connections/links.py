@@ -37,7 +37,6 @@ class PeerLinks:
         self.rules = connections.rules
         self._wanted: frozenset[int] = frozenset()  # ranks to which there are to be stripes
         connections.services[LinkAsked] = self._serve
-        connections.on_peer = self.begin
 
     @property
     def by_rank(self) -> dict[int, Peer]:

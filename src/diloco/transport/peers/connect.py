@@ -13,7 +13,7 @@ from diloco.events import Event
 from diloco.protocol import PresumedGone, Rules, Welcome
 from diloco.transport.connections.limits import pauses
 from diloco.transport.peers.directory import Directory, Lost
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.transport import OnChange, PeerTransport
 from diloco.waiting import waiting_for
 
 _ANSWER_S = 30.0
@@ -25,7 +25,7 @@ class MeetingPlace:
 
     elastic: ClassVar[bool] = False  # whether replicas join and leave as they like
 
-    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+    def transport(self, rules: Rules, lost: Lost | None, on_change: OnChange | None = None) -> PeerTransport:
         """Return the transport of this rank, without any connection."""
         raise NotImplementedError
 
@@ -41,7 +41,13 @@ class MeetingPlace:
 
 
 def connect(
-    place: MeetingPlace, rules: Rules, *, held_step: int = -1, lost: Lost | None = None, closed: str = ""
+    place: MeetingPlace,
+    rules: Rules,
+    *,
+    held_step: int = -1,
+    lost: Lost | None = None,
+    closed: str = "",
+    on_change: OnChange | None = None,
 ) -> Directory:
     """Find the members and connect to all of them, or found a view if there are none.
 
@@ -59,6 +65,7 @@ def connect(
         held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
         lost: the view that this rank has lost. It finds the others again, and founds none.
         closed: why nobody can join at first; "" if all can.
+        on_change: told of each next view.
 
     Raises:
         RendezvousError: if this does not succeed in time, the ranks are incompatible, or a swarm is behind this
@@ -66,7 +73,7 @@ def connect(
         EjectedError: if the founder of the swarm has ejected this peer.
         TransportError: if this machine can't listen at the given address.
     """
-    transport = place.transport(rules, lost)
+    transport = place.transport(rules, lost, on_change)
     try:
         if lost is not None:
             before = lost.directory.transport

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import socket
 from collections import Counter, deque
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import Candidate, View, choose_founder, names_of
-from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, Yielded, note, table_of
+from diloco.membership import View, names_of
+from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, Yielded, choose_founder, note, table_of
 from diloco.protocol import Looking as Looking
 from diloco.protocol import Members as Members
 from diloco.transport.address import Address
@@ -75,9 +74,9 @@ class Directory:
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
         self.last = lost.last if lost else None  # the newest view that it was a member of, and was left out of
-        self.me = Candidate(transport.replica, held_step, founds=founds and lost is None)
+        self.me = Looking(transport.replica, held_step, founds=founds and lost is None)
         self.join_window_s, self.alone = join_window_s, alone and lost is None
-        self.looking: list[Candidate] = []  # the other processes that were looking at the last check
+        self.looking: list[Looking] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
         self.is_there = False  # whether a member answered the last questions, even if it can't be joined now
         self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
@@ -87,7 +86,7 @@ class Directory:
         self.connections: ConnectionManager = transport.connections
         self.known = self.connections.entries  # the entries of all known ranks, that of this one included
         services = self.connections.services
-        services[Ask], services[Over] = self._answer, self._note_end
+        services[Ask], services[Over] = self._tell_members, self._note_end
 
     # What differs between networks.
 
@@ -121,7 +120,8 @@ class Directory:
 
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name. For the training thread."""
-        return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in self.entries.items())}
+        addresses = (f"{rank} at {entry.address}" for rank, entry in self.transport.entries().items())
+        return {"control addresses": ", ".join(addresses)}
 
     def others(self) -> tuple[str, ...]:
         """Return addresses at which a swarm goes on without this replica."""
@@ -191,7 +191,7 @@ class Directory:
                         return None  # it has ended, or it is gone
                 await asyncio.sleep(next(pauses_s))
 
-        absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
+        absent = [each for rank, each in self.known.items() if rules.replica_of(rank) not in {*members, self.me.number}]
         await asyncio.gather(*map(tell, absent))
 
     # What was found.
@@ -205,11 +205,6 @@ class Directory:
     def step(self) -> int:
         """The inner steps done when this rank asked; 0 unless it joins."""
         return self.found.step if self.found else 0
-
-    @functools.cached_property
-    def entries(self) -> Mapping[int, Entry]:
-        """The entries of all ranks, this one included, by rank, as they were when this rank had connected."""
-        return dict(sorted(self.known.items()))
 
     @property
     def entry(self) -> Entry:
@@ -248,7 +243,7 @@ class Directory:
             heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
             if view := await self.begin(answers) or await self._join_any(answers, why, heard):
                 return view
-            self.looking = [each.candidate for each in answers.values() if isinstance(each, Looking)]
+            self.looking = [each for each in answers.values() if isinstance(each, Looking)]
             await self.examine(answers)
             if view := self._founded(answers, asked_s - known_s):
                 return view
@@ -293,7 +288,7 @@ class Directory:
                 if isinstance(answer, Members):
                     self.check(answer)
                     self.is_there = True
-                    self.found = await self.connect(answer)
+                    self.found = await self.dial_all(answer)
                     return View(-1, tuple(each for each in self.found.members if each != self.me.number))
             except RendezvousError as error:  # this one refuses, but another one may not
                 refusals.append(error)
@@ -347,7 +342,7 @@ class Directory:
                         note(self.known, entry, keep)
         return answer  # type: ignore[no-any-return]  # what was asked for
 
-    async def connect(self, found: Members) -> Members:
+    async def dial_all(self, found: Members) -> Members:
         """Connect to all members, and as far as possible to others that are about to join. Return the newest table.
 
         Raises:
@@ -378,7 +373,7 @@ class Directory:
         try:
             if entry is None:
                 raise TransportError("nobody has told its address")
-            await within(self.transport.rules.silence_s, self.connections.connect(entry))
+            await within(self.transport.rules.silence_s, self.connections.dial(entry))
         except (OSError, EOFError, TransportError, ValueError) as error:
             refused = isinstance(error, ConnectionRefusedError)
             if entry is not None and not refused and await self._called_back(found, entry):
@@ -426,7 +421,7 @@ class Directory:
                 try:
                     answer = await within(self.transport.rules.silence_s, self.ask(place))
                     if isinstance(answer, Members):
-                        await self.connect(answer)
+                        await self.dial_all(answer)
                         return ""
                     why = f"{place} is looking for the members, too"
                 except (OSError, EOFError, TransportError, ValueError) as error:
@@ -450,7 +445,7 @@ class Directory:
                 return
             entry, wait_s = self.known[rank], self.transport.rules.silence_s
             try:
-                await within(wait_s, connections.connect(entry, process))
+                await within(wait_s, connections.dial(entry, process))
             except RefusedError:
                 address = connections.streams.locate(entry)
                 stream = await within(wait_s, connections.reach(address, entry.key))
@@ -475,14 +470,14 @@ class Directory:
         members = views.heard if views.waiting else self.transport.view.members
         return members if self.transport.replica in members else ()
 
-    async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _tell_members(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         entry, streams = asked.entry, self.connections.streams
         streams.locate(entry)  # all others would fail at an address that is none
         if entry.key != streams.identity(writer):
             return
         self._yield_to(entry)
         if self.searches:
-            answer: WireMessage = Looking(self.me)
+            answer: WireMessage = self.me
         elif not self.members:
             answer = Refused("it is joining itself")
         elif refused := await self._refusal(entry, writer):

@@ -163,7 +163,7 @@ class RoundsInFlight:
         pending.exchange = self._exchanges[key] = exchange
         running = in_thread(
             lambda: exchange.run(lambda digest: self._connections.post_event(Computed(*key, digest))),
-            f"diloco-{round_id.fragment}",
+            f"diloco-exchange-{round_id.fragment}",
         )
         self._running.add(running)
         running.add_done_callback(self._ended)

@@ -126,7 +126,7 @@ class StateTransfer:
             out.transport.abort()  # its fetcher requests again what it has not received
         try:
             while True:
-                await self._answer(asked, writer, origins)
+                await self._send_asked(asked, writer, origins)
                 async with asyncio.timeout(_IDLE_S):
                     asked = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError:
@@ -137,7 +137,7 @@ class StateTransfer:
         finally:
             self._fetchers.leave(writer)
 
-    async def _answer(self, asked: Fetch, writer: asyncio.StreamWriter, origins: tuple[str, ...]) -> None:
+    async def _send_asked(self, asked: Fetch, writer: asyncio.StreamWriter, origins: tuple[str, ...]) -> None:
         if not asked.snapshot:
             await _write(writer, await self._offer(asked.fragment, asked.after))
             return

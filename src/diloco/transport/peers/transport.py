@@ -58,6 +58,11 @@ _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that 
 _MEASURED_STEPS = 16  # inner steps of whose times the median counts
 
 
+OnChange = Callable[[NextView, str, Cause], bytes]
+"""Called in the control thread with each next view, and why it replaces the one before, as this rank has learned it: in
+a sentence, and in a word. What it returns is sent to the ranks that join with that view."""
+
+
 class PeerTransport(BackgroundTransport):
     """The transport between replicas in processes of their own: the machine of a rank, and what its effects need.
 
@@ -65,20 +70,24 @@ class PeerTransport(BackgroundTransport):
     Public methods are for the training thread.
     """
 
-    def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        streams: TcpStreams,
+        links: type[PeerLinks] = PeerLinks,
+        on_change: OnChange | None = None,
+    ) -> None:
         self.rules = rules
-        self.reason = ""  # why the current view replaced the one before
-        self.cause: Cause = "other"  # the same as one of few words
-        # called in the control thread with each next view; its result is sent to the ranks that join with that view
-        self.on_change: Callable[[NextView], bytes | None] = lambda following: None
+        self._on_change = on_change
         self._asked_to_stop = False
-        self.connections = thread = ConnectionManager(rules, streams)
-        thread.acts, thread.on_fault = self._acts, self._end_waiting
+        self.connections = thread = ConnectionManager(
+            rules, streams, lambda peer: self.links.begin(peer), acts=self._acts, on_fault=self._end_waiting
+        )
         self._machine, self._changed = thread.machine, thread.changed
         self.views = self._machine.views  # those that it has been a member of, and the next one
         self.post = thread.post_event  # lets the machine take in an event soon; for any thread
         self._call, self._wait_for = thread.call_event, thread.wait_for
-        self._answer: Answer | None = None  # to the request to join
+        self._answered: Answer | None = None  # to the request to join
         self.links = links(thread)
         self._rounds = RoundsInFlight(self.links)
         self.replica = rules.replica
@@ -86,7 +95,7 @@ class PeerTransport(BackgroundTransport):
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
         self._welcome: Welcome  # to the ranks that join with the current view, once one has followed another
-        self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
+        self.welcome_note = b""  # the result of a member's `OnChange` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
         # the times of the last inner steps without waiting; when the last one ended, and the waiting since then
@@ -99,6 +108,10 @@ class PeerTransport(BackgroundTransport):
     @property
     def address(self) -> Address:
         return self.connections.address
+
+    @property
+    def view(self) -> View:  # type: ignore[override]  # nobody sets it here
+        return self.views.view
 
     @property
     def step(self) -> int:
@@ -141,12 +154,12 @@ class PeerTransport(BackgroundTransport):
         size = self.rules.ranks_per_replica
         return {str(rank // size): peer.link.traffic() for rank, peer in self.links.by_rank.items()}
 
-    def known_entries(self) -> tuple[Entry, ...]:
-        entries = list(self.connections.entries.items())  # at once, as the control thread changes them
-        return tuple(entry for rank, entry in entries if rank != self.rules.rank)
+    def entries(self) -> dict[int, Entry]:
+        """Return what is known of all ranks, this one included, in ascending order. For any thread."""
+        return dict(sorted(self.connections.entries.items()))  # at once, as the control thread changes them
 
     def names(self) -> Mapping[str, str]:
-        known = {entry.rank: entry.name for entry in list(self.connections.entries.values()) if entry.name}
+        known = {rank: entry.name for rank, entry in self.entries().items() if entry.name}
         often = Counter(known.values())
         return {str(n): name if often[name] == 1 else f"{name}/{n % 10_000}" for n, name in known.items()}
 
@@ -208,7 +221,7 @@ class PeerTransport(BackgroundTransport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
     ) -> Future[Mapping[str, Any]]:
         after, members = self._rounds.decided_rounds(fragment), self.view.members
-        entries = dict(self.connections.entries)
+        entries = self.entries()
         asked = {donor: self.rules.ranks([donor])[self.rules.position] for donor in donors if donor in members}
         there = {donor: entries[rank] for donor, rank in asked.items() if donor != self.replica and rank in entries}
         fetched = in_thread(
@@ -297,7 +310,6 @@ class PeerTransport(BackgroundTransport):
         Args:
             closed: Why replicas can't join at first; "" if they can.
         """
-        self.view = view
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
         self.connections.note(ClosedToJoiners(closed))
         self._call(Begun(view, member))
@@ -305,18 +317,17 @@ class PeerTransport(BackgroundTransport):
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
         self.post(Announced(Join(entry)))
-        self._wait_for(lambda: self._answer, timeout_s)
+        self._wait_for(lambda: self._answered, timeout_s)
         with self._changed:
-            answer, self._answer = self._answer, None
+            answer, self._answered = self._answered, None
             return answer
 
     def enter(self, welcome: Answer) -> None:
         message, connections = welcome
         assert isinstance(message, Welcome)
-        following = message.following
-        self.view, self.welcome_note = following.view, message.note
-        self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
-        self._call(Entered(following, connections))
+        self.welcome_note = message.note
+        self.connections.post(self.connections.trust, self.rules.ranks(message.following.view.members))
+        self._call(Entered(message.following, connections))
 
     # For the training thread: what ranks agree on outside their rounds.
 
@@ -398,13 +409,13 @@ class PeerTransport(BackgroundTransport):
 
     def _note_answer(self, answer: Answer) -> None:
         with self._changed:
-            self._answer = answer
+            self._answered = answer
             self._changed.notify_all()
 
     def _adopt(self, following: NextView, reason: str, cause: Cause) -> None:
-        self.view, self.reason, self.cause = following.view, reason, cause
-        self.connections.trust(self.rules.ranks(self.view.members))
-        self._welcome = Welcome(following, self.on_change(following) or b"")
+        self.connections.trust(self.rules.ranks(following.view.members))
+        note = b"" if self._on_change is None else self._on_change(following, reason, cause)
+        self._welcome = Welcome(following, note)
         for rank in self.rules.ranks(following.joined):
             self._send_welcome(rank)
 
@@ -445,5 +456,5 @@ class PeerTransport(BackgroundTransport):
 
     async def _call_back(self, entry: Entry) -> None:
         with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
-            await within(self.rules.silence_s, self.connections.connect(entry))
+            await within(self.rules.silence_s, self.connections.dial(entry))
         self._calling.discard(entry.rank)

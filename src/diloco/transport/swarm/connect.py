@@ -23,7 +23,7 @@ from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import NotNowError, say, within
 from diloco.transport.peers.connect import MeetingPlace
 from diloco.transport.peers.directory import Directory, Lost, Members
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.transport import OnChange, PeerTransport
 from diloco.transport.swarm.engine import in_short
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
@@ -197,7 +197,8 @@ class SwarmDirectory(Directory):
 
         Those on loopback are left out, unless this peer, too, has no others.
         """
-        view, known = self.transport.views.last_view, self.transport.known_entries()
+        view = self.transport.views.last_view
+        known = [entry for rank, entry in self.transport.entries().items() if rank != self.me.number]
         members = () if view is None else view.members
         gone = {entry.key for entry in known if entry.rank not in members}
         given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
@@ -430,16 +431,17 @@ class SwarmPlace(MeetingPlace):
     join_window_s: float = 3.0
     status: PeerStatus = field(default_factory=PeerStatus)  # what the peer reports to observers
 
-    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+    def transport(self, rules: Rules, lost: Lost | None, on_change: OnChange | None = None) -> PeerTransport:
         identity, node = load_identity(self.identity), self.node
         if lost is not None:  # where it was, and all peers that it knew then
             before = lost.directory.transport
-            known = [each for entry in before.known_entries() for each in entry.places if "/p2p/" in each]
+            others = [entry for rank, entry in before.entries().items() if rank != before.rules.rank]
+            known = [each for entry in others for each in entry.places if "/p2p/" in each]
             node = cast(PeerStreams, before.connections.streams).place
             node = dataclasses.replace(node, join=tuple(dict.fromkeys((*self.node.join, *known))), insists=False)
         number = number_of(identity.peer_id) if self.replica is None else self.replica
         rules = dataclasses.replace(rules, rank=number, together=False)
-        return PeerTransport(rules, PeerStreams(identity, node, self.admission), SwarmLinks)
+        return PeerTransport(rules, PeerStreams(identity, node, self.admission), SwarmLinks, on_change)
 
     def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> SwarmDirectory:
         self.note(state="joining", name=self.name)

@@ -23,7 +23,7 @@ from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.connect import MeetingPlace, connect
 from diloco.transport.peers.directory import Lost
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.transport import OnChange, PeerTransport
 from diloco.transport.private_key import load_key
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
@@ -63,14 +63,14 @@ class Place(MeetingPlace):
     def rank(self) -> int:
         return self.replica * self.ranks_per_replica + self.position
 
-    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+    def transport(self, rules: Rules, lost: Lost | None, on_change: OnChange | None = None) -> PeerTransport:
         rules = replace(rules, rank=self.rank, ranks_per_replica=self.ranks_per_replica)
         if lost is None:
             key = None if self.identity is None else load_key(self.identity)
             streams = TcpStreams(Credentials(secret=self.secret, key=key))
         else:
             streams = TcpStreams(lost.directory.connections.streams.credentials, lost.listening)
-        transport = PeerTransport(rules, streams)
+        transport = PeerTransport(rules, streams, on_change=on_change)
         serve_probes(transport.connections)
         return transport
 
@@ -82,7 +82,7 @@ class Place(MeetingPlace):
             before, connections = lost.directory.transport, transport.connections
             connections.most_ranks = before.connections.most_ranks
             connections.listen(before.address.host, range(0), before.address.host)
-            others, meeting, gathers = before.known_entries(), self.rendezvous, False
+            others, meeting, gathers = (*before.entries().values(),), self.rendezvous, False
         window_s = self.join_window_s
         streams, facts = transport.connections.streams, transport.rules.facts
         mine = Entry(self.rank, str(transport.address), streams.me, facts, held_step)

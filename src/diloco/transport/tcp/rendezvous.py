@@ -138,7 +138,7 @@ class TcpDirectory(Directory):
         else:
             self.connections.handle(PresumedGone(frozenset({replica})))  # so that it is asked
 
-    async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _tell_members(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams, rank, answer = self.connections.streams, asked.entry.rank, None
         identity, views = streams.identity(writer), self.transport.views
         if asked.waits and identity == asked.entry.key:
@@ -149,7 +149,7 @@ class TcpDirectory(Directory):
         gathers = self._gathers and views.view.id < 1 and not (asked.waits or views.waiting or self.found)
         if gathers and identity == asked.entry.key:
             answer = self._gather(asked.entry, streams.process(writer))
-        await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
+        await (super()._tell_members(asked, reader, writer) if answer is None else say(answer, reader, writer))
 
     def _gather(self, entry: Entry, process: bytes) -> WireMessage | None:
         """Register a rank, and return who has come; None if the run had begun before it first asked.
@@ -256,7 +256,7 @@ class TcpDirectory(Directory):
             if is_dialled and await self.arrives(entry, _REFUSED_S):
                 return ""
             try:
-                await within(max(_AGAIN_S[0], until_s - clock.time()), connections.connect(entry))
+                await within(max(_AGAIN_S[0], until_s - clock.time()), connections.dial(entry))
                 return ""
             except ConnectionRefusedError as error:
                 why, until_s = str(error), min(until_s, clock.time() + _REFUSED_S)
