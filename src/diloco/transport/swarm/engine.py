@@ -1,5 +1,7 @@
 """The parts of Hivemind that this package uses, imported on first use: its DHT, and libp2p's identities and daemon.
 
+What it takes of Hivemind's private names, and what it changes in its modules, is here and in `dht` alone.
+
 Hivemind dates records by the clocks of the machines, and refuses peers whose clock is more than 3 s off. Here each
 node keeps a record as long by its own clock, which goes on evenly when somebody sets the machine's. No peer believes
 what another one says the time is, and the clocks of two machines may differ by a day.
@@ -7,6 +9,7 @@ what another one says the time is, and the clocks of two machines may differ by 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -19,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diloco.errors import ConfigurationError
+from diloco.transport.connections.streams import Stream, within
 from diloco.units import visible
 from diloco.waiting import elapsed_s
 
@@ -85,12 +89,36 @@ def load_engine() -> Any:
         def _make_process_args(*words: Any, **options: Any) -> list[str]:
             return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **_RELAYED, **options)]
 
+        @property
+        def daemon_pid(self) -> int:
+            return int(self._child.pid)
+
+        async def open_control(self) -> Stream:
+            """Open a connection to the daemon for one request."""
+            return await self._client.control.daemon_connector.open_connection()  # type: ignore[no-any-return]  # as above
+
+        async def end(self, limit_s: float) -> set[asyncio.Task[None]]:
+            """End the daemon, even if it no longer answers, and return the tasks that end with it."""
+            ending = {task for task in (self._listen_task, self._reader_task) if task is not None}
+            try:
+                await within(limit_s, self.shutdown())
+            except TimeoutError:
+                self._child.kill()
+                await self._child.wait()
+            return ending
+
+    def signing_key(key: Any) -> RSAPrivateKey:
+        """Return a private key of the package ``cryptography`` as Hivemind has it."""
+        signing = RSAPrivateKey.__new__(RSAPrivateKey)
+        signing._private_key = key
+        return signing
+
     def p2p_in(folder: Path) -> Any:
         """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""
         return type("P2PInAFolder", (P2PInASession,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
-    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, RSAPrivateKey, Tally)
-    functions = (p2p_in, raise_if_failed, read_pbmsg_safe, write_pbmsg)
+    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, Tally)
+    functions = (p2p_in, signing_key, raise_if_failed, read_pbmsg_safe, write_pbmsg)
     validators = (RSASignatureValidator, RecordValidatorBase, CompositeValidator)
     named = {each.__name__: each for each in (*classes, *functions, *validators)}
     return SimpleNamespace(**named, crypto_pb2=crypto_pb2, dht_pb2=dht_pb2, p2pd_pb2=p2pd_pb2, clock=clock, TALLY=TALLY)

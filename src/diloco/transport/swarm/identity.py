@@ -48,10 +48,9 @@ class Identity:
 
 def load_identity(path: Path) -> Identity:
     """Load the key at ``path``, as `load_key` does."""
-    engine, tls_key = load_engine(), load_key(path)
-    key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
-    key._private_key = tls_key
-    return Identity(path, identity_of(public_bytes(tls_key.public_key())), key, tls_key)
+    tls_key = load_key(path)
+    peer_id = identity_of(public_bytes(tls_key.public_key()))
+    return Identity(path, peer_id, load_engine().signing_key(tls_key), tls_key)
 
 
 def number_of(peer_id: str) -> int:

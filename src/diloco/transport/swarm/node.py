@@ -166,8 +166,7 @@ class Node:
 
     @property
     def daemon_pid(self) -> int:
-        pid: int = self._p2p._child.pid
-        return pid
+        return int(self._p2p.daemon_pid)
 
     async def open(self, peer_id: str, addresses: Sequence[str] = (), protocol: str = MEMBERS) -> Stream:
         """Open a stream to another peer, and try ``addresses`` if the network does not find it by itself.
@@ -259,13 +258,7 @@ class Node:
             task.cancel()
         for writer in self._writers:
             writer.transport.abort()
-        ending = {task for task in (self._p2p._listen_task, self._p2p._reader_task) if task is not None} | self._tasks
-        try:
-            await within(_ENDING_S, self._p2p.shutdown())
-        except TimeoutError:
-            self._p2p._child.kill()
-            await self._p2p._child.wait()
-        if ending:
+        if ending := self._tasks | await self._p2p.end(_ENDING_S):
             await asyncio.wait(ending, timeout=_ENDING_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -294,7 +287,7 @@ class Node:
         engine, writer = load_engine(), None
         try:
             async with asyncio.timeout(_ANSWER_S):
-                reader, writer = await self._p2p._client.control.daemon_connector.open_connection()
+                reader, writer = await self._p2p.open_control()
                 await engine.write_pbmsg(writer, request)
                 answer = engine.p2pd_pb2.Response()
                 await engine.read_pbmsg_safe(reader, answer)
