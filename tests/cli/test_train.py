@@ -409,6 +409,50 @@ def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest
     assert "both given" in refused([*line, "--resume", str(tmp_path / "run")], capsys)
 
 
+@pytest.mark.parametrize("left", ["identity.key", "metrics.jsonl", "replica-1/identity.key"])
+def test_resume_of_what_a_run_left_that_was_killed_before_it_met_the_others_begins_it_as_new(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    """The folder has no settings, so the command needs them. Before, only the command without --resume worked."""
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).touch()
+    for more in ([], ["--join", "127.0.0.1:1"]):
+        assert f"and --out {tmp_path}" in refused(["train", "--resume", str(tmp_path), *more], capsys)
+    assert main([*train(files), "--resume", str(tmp_path), "--steps", "2"]) == 0
+    assert "ended before its first checkpoint, so it begins again, as this command says" in capsys.readouterr().err
+    assert read_json(tmp_path / "summary.json")["steps"] == 2
+
+
+def test_resume_of_a_run_that_was_killed_before_its_first_checkpoint_begins_it_as_new(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the settings in its folder, those included that a resumed run takes from its checkpoint."""
+    run, weights = tmp_path / "run", str(files / "run")
+    arguments = ["--replicas", "1", "--init-from", weights, "--out"]
+    assert main(train(files, *arguments, str(tmp_path / "whole"))) == 0
+    assert main(train(files, *arguments, str(run), "--stop-after", "3")) == 0
+    (saved,) = (run / "checkpoints").iterdir()
+    saved.rename(run / "checkpoints" / f".{saved.name}.1.saving")  # killed while it was written
+    assert main(["train", "--resume", str(run)]) == 0
+    assert f"so it begins again, as {run / 'config.toml'} says" in capsys.readouterr().err
+    assert [start["step"] for start in read_metrics(run / "metrics.jsonl", "RunStarted")] == [0, 0]
+    ends = [read_json(folder / "summary.json")["global_params_digest"] for folder in (run, tmp_path / "whole")]
+    assert ends[0] == ends[1]
+
+
+def test_resume_of_an_empty_folder_or_of_a_damaged_checkpoint_begins_nothing(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder may be another one than was meant, and the checkpoint may be mended."""
+    (tmp_path / "empty").mkdir()
+    empty = ["train", "--preset", "tiny", "--data", str(files / "text.jsonl"), "--resume", str(tmp_path / "empty")]
+    assert "must be a run folder" in refused(empty, capsys)
+    shutil.copytree(files / "run", tmp_path / "run")
+    for manifest in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
+        manifest.unlink()
+    assert "Nothing was loaded" in refused(["train", "--resume", str(tmp_path / "run")], capsys)
+
+
 def test_the_processes_of_replicas_get_what_was_typed_with_places_after_dashes(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

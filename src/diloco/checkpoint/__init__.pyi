@@ -7,6 +7,7 @@ from .mirror import Mirror as Mirror
 from .mirror import fetch_run as fetch_run
 from .reading import LASTING as LASTING
 from .reading import Checkpoint as Checkpoint
+from .reading import holds_none as holds_none
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
 from .reading import open_sound as open_sound

@@ -281,6 +281,11 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(complete, key=_order)
 
 
+def holds_none(folder: Path) -> bool:
+    """Return whether no save has ended in a checkpoints folder, not even one that is damaged now."""
+    return not _places(folder)
+
+
 def _places(folder: Path) -> set[Path]:
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     hidden = [match["name"] for match in map(HIDDEN_NAME.match, names) if match and match["fate"] == "replaced"]

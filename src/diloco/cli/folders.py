@@ -21,6 +21,20 @@ def has_checkpoints(folder: Path) -> bool:
     return any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints"))))
 
 
+def ended_early(folder: Path) -> bool:
+    """Return whether a run has begun in a folder, and has ended before its first checkpoint."""
+    from diloco.checkpoint import holds_none
+
+    if not folder.is_dir() or not all(map(holds_none, (folder / "checkpoints", *folder.glob("replica-*/checkpoints")))):
+        return False
+    return has_record(folder) or (any(folder.iterdir()) and not any(map(_has_begun, folder.iterdir())))
+
+
+def has_record(folder: Path) -> bool:
+    """Return whether the settings of a run are in its folder, or in those of its replicas."""
+    return any(place.is_file() for place in (folder / CONFIG_FILE, *folder.glob(f"replica-*/{CONFIG_FILE}")))
+
+
 @contextmanager
 def claimed(
     folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool = False, locked: bool = False

@@ -21,7 +21,15 @@ from tyro.conf import Positional, arg
 from diloco.algorithm import check_number
 from diloco.checkpoint import one_at_a_time
 from diloco.cli import DONE, FAILED, INTERRUPTED
-from diloco.cli.folders import check_named, claim_numbered, claimed, has_checkpoints, not_empty
+from diloco.cli.folders import (
+    check_named,
+    claim_numbered,
+    claimed,
+    ended_early,
+    has_checkpoints,
+    has_record,
+    not_empty,
+)
 from diloco.config import (
     CONFIG_FILE,
     CommandLine,
@@ -40,12 +48,14 @@ from diloco.config import (
     plan_run,
     preset_values,
     read_record,
+    record_of,
     resume_command,
     told_settings,
 )
 from diloco.errors import DEBUG, ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
 from diloco.train import LAUNCHED, Role, read_torchrun, role_of
+from diloco.traits import Trait
 from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
@@ -69,7 +79,7 @@ def with_beginning(line: CommandLine) -> CommandLine:
     place = str(line.resume_or_start or resume or "")
     folder, remote = Path(place), "://" in place
     if not remote and line.resume_or_start is None:
-        return line
+        return line if resume is None else _begun_again(line, folder)
     if remote:
         name = place.rstrip("/").rpartition("/")[2]
         if name in ("", ".", "..") and "out" not in values:
@@ -91,6 +101,31 @@ def with_beginning(line: CommandLine) -> CommandLine:
         two = f"--out {values['out']} and --resume-or-start {folder} name two run folders"
         raise ConfigurationError(f"{two}. Drop --out.")
     return dataclasses.replace(line, values=values)
+
+
+def _begun_again(line: CommandLine, folder: Path) -> CommandLine:
+    """Return a line with ``--resume FOLDER`` as it is, or if that run ended before its first checkpoint, as a new run.
+
+    The new run has the settings in the folder, or where the run ended before it had written them, those of the line.
+    """
+    recorded = has_record(folder)
+    if not ended_early(folder) or (recorded and line.file is not None):
+        return line
+    values = {name: value for name, value in line.values.items() if name != "checkpoint.resume"}
+    keys, file, whose = keys_of(Configuration), line.file, "this command"
+    if recorded:
+        file = record_of(folder, values.get("network.replica"))[1]
+        whose = str(file)
+    elif file is None and not any(Trait.OF_PROCESS not in keys[name].traits for name in values if name in keys):
+        raise ConfigurationError(
+            f"--resume {folder}: the run there has ended before it had saved anything, its settings included. Begin it "
+            f"again with the command that began it, and --out {folder}."
+        )
+    torchrun = read_torchrun(os.environ)
+    if LAUNCHED not in os.environ and (torchrun is None or torchrun.rank == 0):
+        say(f"the run in {folder} has ended before its first checkpoint, so it begins again, as {whose} says")
+    values.setdefault("out", folder)
+    return dataclasses.replace(line, file=file, values=values, resume_or_start=str(folder))
 
 
 def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> None:
@@ -181,7 +216,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
     folder, epochs = values.pop("folder", None), values.pop("epochs", None)
     if epochs is not None and "train.steps" in values:
         raise ConfigurationError("--epochs can't be combined with --steps. Leave one of them out.")
-    if "checkpoint.resume" in values:
+    if "checkpoint.resume" in values or line.file is not None:  # which is that of a run that begins again
         if folder or epochs is not None:
             raise ConfigurationError("--resume can't be combined with a model or --epochs. Leave one of them out.")
         return run_line(line, typed)

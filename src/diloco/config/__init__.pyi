@@ -24,5 +24,6 @@ from .run_plan import compose_for_model as compose_for_model
 from .run_plan import join_command as join_command
 from .run_plan import plan_run as plan_run
 from .run_plan import read_record as read_record
+from .run_plan import record_of as record_of
 from .run_plan import resume_command as resume_command
 from .run_plan import told_settings as told_settings

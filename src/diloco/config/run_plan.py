@@ -128,7 +128,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
             f"{line.file} cannot be given together with --resume {resume}: a resumed run takes its settings from its "
             "own folder. Leave the file out."
         )
-    source, path = _run_folder(resume, line.values.get("network.replica"))
+    source, path = record_of(resume, line.values.get("network.replica"))
     settings = read_record(path)
     saved = flatten(settings)
     confirm(source, saved, line.values)
@@ -222,7 +222,7 @@ def _chosen(saved: Configuration) -> Values:
     return chosen
 
 
-def _run_folder(resume: Path, replica: int | None = None) -> tuple[Path, Path]:
+def record_of(resume: Path, replica: int | None = None) -> tuple[Path, Path]:
     """Return the run folder that ``resume`` is, or that contains the checkpoint ``resume``, and its settings file.
 
     The settings of a ``replica`` are in its own folder, if it has one. On a machine with only some of a run's replicas,

@@ -210,10 +210,11 @@ def find_beginning(session: Session) -> str | None:
     if isinstance(fleet, MetFleet) and fleet.joining:
         _join_run(session, fleet)
         return OTHERS
-    if session.settings.checkpoint.resume is None:
+    resume, steps = session.settings.checkpoint.resume, fleet.held_steps
+    if resume is None and max(steps.values(), default=-1) < 0:
         return None
-    path = Path(session.settings.checkpoint.resume)
-    if steps := fleet.held_steps:
+    path = Path(resume or "")
+    if steps:
         if fleet.restarted and min(steps.values()) < 0:  # not all had saved, so all begin again
             return None
         if lacking := ", ".join(str(rank) for rank, step in steps.items() if step < 0):
