@@ -95,7 +95,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets[3].close()
     at = fleets[1].transport.address
     place = Place(replica=3, num_replicas=4, rendezvous=at, identity=keys / "3.key", join_window_s=1.0)
-    started = MetFleet.meet(place, RULES)
+    started = MetFleet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
@@ -128,7 +128,7 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
         words += f" --resume {tmp_path}"
     fleets[1].close()
     place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address, join_window_s=1.0)
-    started = MetFleet.meet(place, RULES)
+    started = MetFleet(place, RULES)
     try:
         given = {name: each + 2.0 for name, each in named_parameters(donor.replicas[0].model).items()}
         back = session_of(data, words, started, initial=given if begins_with == "one that it is given" else None)
@@ -153,7 +153,7 @@ def test_one_that_is_started_again_joins_one_that_waits_for_it(meet: Meet, where
     wait_until(lambda: transport.views.waiting == "1 of at least 2 replicas are left")
     if where == "at the one that waits":
         place = replace(place, rendezvous=transport.address)
-    started = MetFleet.meet(place, replace(SOON, min_replicas=2))
+    started = MetFleet(place, replace(SOON, min_replicas=2))
     try:
         assert started.joining
         assert started.join(LIMIT_S) == 40
@@ -172,7 +172,7 @@ def test_one_that_waits_yields_to_one_that_was_started_again_and_is_further(meet
     first.close()
     wait_until(lambda: transport.views.waiting)
     place = replace(place, rendezvous=transport.address)
-    started = in_thread(lambda: MetFleet.meet(place, rules, held_step=1 << 40), "started")
+    started = in_thread(lambda: MetFleet(place, rules, held_step=1 << 40), "started")
     wait_until(second.failure)
     assert f"replica 0 has a checkpoint of step {1 << 40}: the others went on" in str(second.failure())
     with pytest.raises(RendezvousError, match="has searched for the others for 1 s"):
