@@ -323,6 +323,8 @@ class Rank:
             self._joins = None
             self.handle(Entered(message.following, connections))
             self.first_step = self.step + 1
+        elif message.waits:
+            pass  # it asks again after a while: `ask_again`
         elif message.for_good or self._asked == 20:
             self._leave(f"refused: {message.reason}")
         else:
@@ -331,7 +333,7 @@ class Rank:
         return True
 
     def ask_again(self) -> None:
-        """Ask to join once more, as a joiner does that gets no answer."""
+        """Ask to join once more, as a joiner does after a while that gets no answer, or whose members wait."""
         if self._joins is not None:
             self._asked = 1
             self.todo.append(partial(self.handle, Announced(Join(self._joins))))

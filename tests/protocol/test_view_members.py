@@ -28,6 +28,7 @@ from diloco.protocol import (
     Left,
     Machine,
     Received,
+    Refused,
     RoundVote,
     Rules,
     Welcome,
@@ -129,6 +130,9 @@ def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_
     network.happen("returns", 0, 0, 0)
     explore(network)
     assert network[2].waits, "1 may be running"
+    (told,) = network[2].sent_of(Refused)
+    assert told.waits
+    assert "the members wait: replica 1 can't be reached" in told.reason
     network.happen("returns", 1, 0, 0)
     finish(network)
     assert {network[number].view.members for number in range(3)} == {(0, 1, 2)}

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing
@@ -18,9 +19,19 @@ from unittest import mock
 import pytest
 
 from diloco.cli import main
-from diloco.errors import TransportError
-from diloco.protocol import Entry
-from diloco.transport import Address, Directory, Members, TcpDirectory, TcpStreams, connect, examine, parse_address
+from diloco.errors import RendezvousError, TransportError
+from diloco.protocol import Entry, Refused
+from diloco.transport import (
+    Address,
+    Directory,
+    Members,
+    TcpDirectory,
+    TcpStreams,
+    connect,
+    examine,
+    join,
+    parse_address,
+)
 from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
@@ -267,6 +278,29 @@ def test_who_is_asked_for_the_members_before_it_has_begun_is_none_itself() -> No
     meeting = place(0, 2, Address("127.0.0.1", 0))
     with closing(meeting.transport(rules(), None)) as transport:
         assert meeting.directory(transport, -1, None).members == ()
+
+
+@pytest.mark.parametrize(("waits", "asked"), [(True, 6), (False, 2)])
+def test_a_joiner_waits_for_as_long_as_the_members_wait_for_others(*, waits: bool, asked: int) -> None:
+    """It gave up after a while, so that its owner had to start it once more."""
+    now_s = 0.0
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now_s
+        now_s += 40.0
+
+    answers = [
+        *[Refused("the members wait: replica 1 can't be reached", waits=waits)] * 5,
+        Refused("no", for_good=True),
+    ]
+    transport = mock.Mock(ask_to_join=mock.Mock(side_effect=[(each, {}) for each in answers]))
+    directory = mock.Mock(transport=transport, swarm="", entry=Entry(0, "here:1"))
+    with (
+        mock.patch.multiple(time, monotonic=lambda: now_s, sleep=sleep),
+        pytest.raises(RendezvousError, match="the members refuse: no" if waits else "replica 1 can't be reached"),
+    ):
+        join(directory, 30.0)
+    assert transport.ask_to_join.call_count == asked
 
 
 def test_a_joiner_has_all_members_asked_at_once_to_open_a_connection(

@@ -316,8 +316,7 @@ class Views:
             or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(needed if is_member else needed | joining - {replica}))
         ):
-            why = self.closed_to_joiners or (f"the members wait: {self.waiting}" if self.waiting else "")
-            self._outbox.send([rank], Refused(why) if why else _TRY_AGAIN)
+            self._outbox.send([rank], Refused(self.closed_to_joiners) if self.closed_to_joiners else self._later)
         else:
             self._gone_early.discard(replica)
             asked = self._asked.setdefault(replica, {})
@@ -330,8 +329,15 @@ class Views:
                 pass
             elif is_member:  # its old process has ended, whatever this rank knew of it
                 self.end(f"replica {replica} was restarted", "restarted", restarted=frozenset({replica}))
+                if self.waiting:
+                    self._outbox.send(self._rules.ranks((replica,)), self._later)
             else:
                 self._admit([replica])
+
+    @property
+    def _later(self) -> Refused:
+        """What a replica is told that can't be a member yet."""
+        return Refused(f"the members wait: {self.waiting}", waits=True) if self.waiting else _TRY_AGAIN
 
     def _is_guarded(self, replica: int) -> bool:
         """Return whether a member other than ``replica`` was lost by silence so recently that nobody may join."""

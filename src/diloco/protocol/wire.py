@@ -205,6 +205,7 @@ class Refused(WireMessage):
 
     reason: Words
     for_good: bool = False  # whether it need not ask again
+    waits: bool = False  # whether the sender waits for others itself, so that the receiver can't be a member yet
 
 
 class Store(WireMessage):

@@ -439,7 +439,9 @@ class Swarm(MetFleet):
                 batch_size=self._batch_size,
             )
             self._share(shares, len(following.view.members))
-            return msgspec.structs.replace(super()._follow(following, reason, cause), begun=self.begun, shares=self.shares)
+            return msgspec.structs.replace(
+                super()._follow(following, reason, cause), begun=self.begun, shares=self.shares
+            )
 
     def _share(self, shares: Shares, members: int = 0) -> None:
         """Divide the data as ``shares`` say; training begins once there are enough members."""

@@ -115,6 +115,8 @@ def join(directory: Directory, timeout_s: float) -> int:
                 break
             why = f"the members refuse: {said.reason}"
             final = said.for_good and not directory.swarm  # another member may let it in
+            if said.waits:
+                deadline_s = time.monotonic() + timeout_s
         if time.monotonic() > deadline_s or final:
             words = f"{why} ({unasked.rstrip('.')})" if unasked else why
             raise RendezvousError(f"replica {transport.replica} can't join the run: {words}. It stops here.")
