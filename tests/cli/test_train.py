@@ -450,7 +450,8 @@ def test_resume_of_an_empty_folder_or_of_a_damaged_checkpoint_begins_nothing(
     shutil.copytree(files / "run", tmp_path / "run")
     for manifest in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
         manifest.unlink()
-    assert "Nothing was loaded" in refused(["train", "--resume", str(tmp_path / "run")], capsys)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 1
+    assert "has no manifest.json, so it is not a complete checkpoint" in capsys.readouterr().err
 
 
 def test_the_processes_of_replicas_get_what_was_typed_with_places_after_dashes(
