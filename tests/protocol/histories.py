@@ -1,6 +1,7 @@
 """Histories: networks of state machines with faults of all kinds, and what has become of them.
 
-``python -m tests.protocol.histories SEEDS [FIRST]`` counts the outcomes; benchmarks/chaos has those of each version.
+``python -m tests.protocol.histories SEEDS [FIRST]`` counts the outcomes; benchmarks/chaos has those of each version. It
+names each seed that ends as none may, and then exits with 1.
 """
 
 import collections
@@ -11,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from diloco.membership import NextView, View
+from diloco.protocol import Accept, Adopted, Change, Propose, WireMessage
 from tests.protocol.network import Limits, Network, wander
 from tests.protocol.simulated import LATE_S, RULES, Rank, check_agreement, finish, simulated
 
 TURN_S = 2 * RULES.silence_s  # the time of a ballot
+MOST_TURNS = 2.0  # within so many, those that run have decided what they can once all links are whole
 
 
 def bridge(replicas: int, seed: int) -> Network:
@@ -72,10 +75,43 @@ def trouble(replicas: int, seed: int, faults: Mapping[str, Sequence[int]] = FAUL
     return network
 
 
+PHASES = (Change, Propose, Accept, Adopted)
+"""What a proposer sends, in this order: its report, what it proposes, that it accepts this, that it has adopted it."""
+
+
+def proposer_ends(replicas: int, seed: int) -> Network:
+    """Let a proposer end as it sends what one of `PHASES` is, to none, some or all; others may be in trouble, too."""
+    chance = random.Random(seed)
+    phase: tuple[type[WireMessage], ...] = (chance.choice(PHASES),)
+    sends, passed = chance.randrange(6), chance.randrange(4)
+    faults = {"flaps": 1 + chance.randrange(3), "cuts": chance.randrange(3), "deaf": chance.randrange(2)}
+    limits = Limits(**faults, returns=chance.randrange(3), own={"timers": chance.choice((3, 8, 30))})
+    network, seen = simulated(replicas, limits), 0
+
+    def send(node: Rank, message: WireMessage) -> Sequence[WireMessage]:
+        nonlocal seen
+        proposes = isinstance(message, Propose) or bool(node.sent_of(Propose))
+        if isinstance(message, Change):
+            proposes = node.view.order[message.report.ballot % len(node.view.order)] == node.rank
+        if proposes and isinstance(message, phase):
+            seen += 1
+            if seen == passed + 1:
+                network.end_soon(node.rank, sends)
+        return (message,)
+
+    for node in network.nodes.values():
+        node.instead = lambda receiver, message, node=node: send(node, message)
+    network.happen("flaps", *sorted(chance.sample(range(replicas), 2)), 0)
+    wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(20, 200))])
+    phase = ()  # nobody else ends later
+    return network
+
+
 KINDS: dict[str, Callable[[int, int], Network]] = {
     "two groups": bridge,
     "any faults": trouble,
     "sleep, flaps and joins": partial(trouble, faults=MORE_FAULTS, joiners=2),
+    "a proposer ends": proposer_ends,
 }
 
 
@@ -145,22 +181,28 @@ def wait_turns(network: Network) -> float:
     return max((after - before - idle_s for after, before in zip(after_s, before_s, strict=True)), default=0.0) / TURN_S
 
 
-def main(seeds: int, first: int = 0) -> None:
+def main(seeds: int, first: int = 0) -> int:
     """Print how ``seeds`` runs of three to seven members end, and how once all links are whole and all are back.
 
-    With it goes the longest time until those that run have decided what they can, in turns of a view change.
+    With it goes the longest time until those that run have decided what they can, in turns of a view change. Return 1
+    if a run ends as none may.
     """
+    faults = 0
     for name, kind in KINDS.items():
         for replicas in range(3, 8):
             outcomes, longest = collections.Counter[str](), 0.0
             for seed in range(first, first + seeds):
                 network = kind(replicas, seed)
-                how = outcome(network)
-                longest = max(longest, wait_turns(network))
-                outcomes[f"{how}, then {reunited(network)}"] += 1
+                how, turns, then = outcome(network), wait_turns(network), reunited(network)
+                longest = max(longest, turns)
+                outcomes[f"{how}, then {then}"] += 1
+                if how not in ("one", "waits", "none") or then not in ("one", "none") or turns > MOST_TURNS:
+                    faults += 1
+                    print(f"{name}, {replicas} members, seed {seed}: {how}, then {then}; {turns:.2f} turns", flush=True)
             counts = "; ".join(f"{how}: {count}" for how, count in outcomes.most_common())
             print(f"{name}, {replicas} members: {counts}; longest {longest:.2f} turns", flush=True)
+    return int(faults > 0)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    sys.exit(main(*map(int, sys.argv[1:])))

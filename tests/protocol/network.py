@@ -178,14 +178,18 @@ class Network:
         else:
             if what == "machines":
                 self._unreachable.add(a)
-            self._sends_left[a], self._number = number % 6, number // 6
-            if number % 6 == 0:
-                self.end(a)
+            self.end_soon(a, number)
 
     def return_whole(self, rank: int) -> None:
         """Restart ``rank`` with intact links to all live ranks, and let no rank end any more."""
         self._return(rank)
         self._sends_left.clear()
+
+    def end_soon(self, rank: int, number: int) -> None:
+        """Let a rank end once it has sent so many more messages, modulo six."""
+        self._sends_left[rank], self._number = number % 6, number // 6
+        if number % 6 == 0:
+            self.end(rank)
 
     def end(self, rank: int) -> None:
         self.alive.discard(rank)

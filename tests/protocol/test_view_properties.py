@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.scale.messages import counted
 from diloco.membership import View, yields
 from diloco.protocol import Beat, Header, Machine, RoundVote
-from tests.protocol.histories import KINDS, outcome, reunited
+from tests.protocol.histories import KINDS, MOST_TURNS, outcome, reunited, wait_turns
 from tests.protocol.network import LIMITS, NUMBERS, Limits, Network, explore, wander
 from tests.protocol.simulated import RULES, Rank, check_agreement, finish, simulate, simulated
 
@@ -160,10 +160,11 @@ def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> Non
 
 @pytest.mark.parametrize(("kind", "replicas"), [*product(KINDS, (3, 5, 7))])
 def test_whatever_happens_there_is_one_history_and_nobody_waits_for_ever(kind: str, replicas: int) -> None:
-    """15,000 of these are run by ``python -m tests.protocol.histories 1000``."""
+    """20,000 of these are run by ``python -m tests.protocol.histories 1000``."""
     for seed in range(4):
         network = KINDS[kind](replicas, seed)
         assert outcome(network) in ("one", "waits", "none")
+        assert wait_turns(network) <= MOST_TURNS
         assert reunited(network) in ("one", "none")
 
 
