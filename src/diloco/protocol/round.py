@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -19,7 +20,10 @@ from diloco.protocol.wire import Header, RoundVote
 
 @dataclass(eq=False)
 class Round:
-    """What a rank knows of a round in one view; a round that continues in the next view starts anew there."""
+    """What a rank knows of a round in one view; a round that continues in the next view starts anew there.
+
+    Only its own methods change it.
+    """
 
     id: RoundId
     view: View
@@ -47,7 +51,7 @@ class Round:
     def was_begun(self) -> bool:
         return self.begun is not None or self.concluded
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the view."""
         return self.rules.ranks(self.view.members)
@@ -70,6 +74,22 @@ class Round:
     def _here(self, member: int) -> int:
         return member * self.rules.ranks_per_replica + self.rules.position
 
+    # What happens to it.
+
+    def begin(self, submitted: Submitted, *, taking_over: bool) -> None:
+        """Note this rank's contribution."""
+        self.begun, self.taking_over = submitted, taking_over
+
+    def introduce(self) -> Header:
+        """Return this rank's header, for the others."""
+        assert self.begun is not None
+        header = msgspec.structs.replace(self.begun.header, view=self.view.id, taking_over=self.taking_over)
+        self.hear(self.rules.rank, header, self.begun.sent_s)
+        return header
+
+    def hear(self, sender: int, header: Header, now_s: float) -> None:
+        self.headers[sender], self.heard_s[sender] = header, now_s
+
     def judge(self) -> Verdict:
         """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
         self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
@@ -81,8 +101,11 @@ class Round:
             self.fault = verdict.divergence(self.id, self.header_of(verdict.donor).digest)
         return verdict
 
-    def given(self, verdict: Verdict) -> GiveVerdict:
-        """Return what the exchange needs: the verdict, the weight of each contributor, and the members' uplinks."""
+    def give(self, verdict: Verdict) -> GiveVerdict | None:
+        """Return what the exchange needs, if it runs: the verdict, the contributors' weights, the members' uplinks."""
+        self.verdict = verdict
+        if not self.exchanging:
+            return None
         headers = {each: self.header_of(each) for each in verdict.contributors}
         weights = bounded_weights(
             {member: header.weight for member, header in headers.items()},
@@ -134,12 +157,50 @@ class Round:
             return msgspec.structs.replace(begun, sent_s=now_s, paused_s=0.0)
         return msgspec.structs.replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
 
-    def free(self) -> None:
+    def count(self, sender: int, vote: RoundVote) -> tuple[bool | None, str]:
+        """Note a vote, and return what all votes mean, as `tally` does."""
+        if self.rules.replica in vote.diverged and self.begun is not None and self.verdict is None:
+            self.premature.setdefault(sender, vote)  # the missing headers will show whether this rank has diverged
+            return None, ""
+        self.votes[sender] = vote
+        mine, ranks = self.votes.get(self.rules.rank), self.ranks
+        agrees = vote.ok and sender != self.rules.rank and (mine is None or mine.digest == vote.digest)
+        if agrees and len(self.votes) < len(ranks):
+            return None, ""  # nothing follows before all have voted
+        return tally(ranks, self.votes, me=self.rules.rank, size=self.rules.ranks_per_replica)
+
+    def await_votes(self, now_s: float) -> None:
+        """Count the looks at the others anew, as this rank has voted."""
+        self.voted_s, self.looks = now_s, {}
+
+    def dispute(self) -> bool:
+        """Note that the view change decides about it; return whether that is new."""
+        is_new, self.disputed = not self.disputed, True
+        return is_new
+
+    def decide(self, reason: str, *, committed: bool) -> None:
+        self.committed, self.reason = committed, reason
+
+    def conclude(self, instead: TransportError | None) -> Commit | TransportError:
+        """Return what to report of a round that is decided; ``instead``: what this rank gets if it has not diverged."""
+        outcome = self._outcome() if instead is None or self.fault is not None else instead
+        self.concluded = True
+        self._free()
+        return outcome
+
+    def begin_exchange(self) -> None:
+        self.exchanging = True
+
+    def end_exchange(self) -> None:
+        self.exchanging = False
+        self._free()
+
+    def _free(self) -> None:
         if self.concluded and not self.exchanging:
             self.begun = None
 
-    def outcome(self) -> Commit | TransportError:
-        """Return how a round went that is decided, or why there is no average."""
+    def _outcome(self) -> Commit | TransportError:
+        """Return how it went, or why there is no average."""
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(self.reason, round=str(self.id))
         assert self.verdict is not None

@@ -13,7 +13,7 @@ from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Cause, Report, RoundIds, View, Votes, names_of, refusal
 from diloco.protocol.effects import Outbox, RoundFailed
 from diloco.protocol.events import Computed, Exchanged, Submitted
-from diloco.protocol.round import Round, tally
+from diloco.protocol.round import Round
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Header, RoundVote, WireMessage
 
@@ -115,21 +115,18 @@ class Rounds:
         self._forget_before(fragment, outer_step)
         self._last[fragment] = max(self._last.get(fragment, 0), outer_step)
         self._newest = max(self._newest, outer_step)
-        each.begun = submitted
-        each.taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
+        taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
+        each.begin(submitted, taking_over=taking_over)
         if each.id in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.heard_s[self._rules.rank] = submitted.sent_s
-        header = msgspec.structs.replace(submitted.header, view=self.view.id, taking_over=each.taking_over)
-        each.headers[self._rules.rank] = header
-        self._broadcast(header)
+        self._broadcast(each.introduce())
         if each.committed is not None:  # void, by the votes of others
             self._cast(each, reason=each.reason)
             self._judge(each)
             self._conclude(each)
             return
-        each.exchanging = True
+        each.begin_exchange()
         self._outbox.effects.exchanges.append((self.view, each.id))
         self._look_at(each)
         self._judge(each)
@@ -204,7 +201,7 @@ class Rounds:
         # the first header of a sender stands; the exchange may still be waiting for this one
         if sender in self._ranks and not is_old and (known is None or sender not in known.headers):
             each = self._round(header.round)
-            each.headers[sender], each.heard_s[sender] = header, self._outbox.now_s
+            each.hear(sender, header, self._outbox.now_s)
             self._judge(each)
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
@@ -243,8 +240,7 @@ class Rounds:
             self._cast(each, reason=ended.failure)
         if ended.spoiler is not None:
             self._note_spoilers({ended.spoiler}, ended.failure)
-        each.exchanging = False
-        each.free()
+        each.end_exchange()
 
     def look(self, round_id: RoundId) -> None:
         """Vote against a round that takes too long, and exclude the replicas that have kept it waiting for too long.
@@ -265,7 +261,8 @@ class Rounds:
         if has_voted:
             assert self.view is not None
             # if the others can't continue without them, the view change shows whether they have committed the round
-            each.disputed = each.disputed or bool(refusal(self.view, late, self._rules))
+            if refusal(self.view, late, self._rules):
+                each.dispute()
             why = f"{'have' if len(late) > 1 else 'has'} not voted on {each.id}"
         else:
             why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
@@ -289,8 +286,7 @@ class Rounds:
         self._give_verdict(each, verdict)
         if verdict.void:
             self._cast(each, reason=verdict.reason, diverged=verdict.diverged)
-        premature, each.premature = each.premature, {}
-        for sender, vote in premature.items():
+        for sender, vote in each.premature.items():
             self._count(each, sender, vote)
         self._note_spoilers(verdict.refused, verdict.reason)
 
@@ -305,9 +301,8 @@ class Rounds:
             self._fail(why, "fault", too_often)
 
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
-        each.verdict = verdict
-        if each.exchanging:
-            self._outbox.effects.verdicts.append(each.given(verdict))
+        if (given := each.give(verdict)) is not None:
+            self._outbox.effects.verdicts.append(given)
 
     def _cast(self, each: Round, digest: str = "", *, reason: str = "", diverged: tuple[int, ...] = ()) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
@@ -317,38 +312,29 @@ class Rounds:
         vote = RoundVote(self.view.id, each.id, digest, reason, diverged)
         self._broadcast(vote)
         if each.committed is not None:
-            each.votes[self._rules.rank] = vote
+            each.count(self._rules.rank, vote)
             return
         self._count(each, self._rules.rank, vote)
         if each.committed is None:
-            each.voted_s, each.looks = self._outbox.now_s, {}
+            each.await_votes(self._outbox.now_s)
             self._look_at(each)
 
     def _count(self, each: Round, sender: int, vote: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or each.committed is not None or sender in each.votes:
             return
-        if self._rules.replica in vote.diverged and each.begun is not None and each.verdict is None:
-            each.premature.setdefault(sender, vote)  # the missing headers will show whether this rank has diverged
-            return
-        each.votes[sender] = vote
-        mine = each.votes.get(self._rules.rank)
-        agrees = vote.ok and sender != self._rules.rank and (mine is None or mine.digest == vote.digest)
-        if agrees and len(each.votes) < len(self._ranks):
-            return  # nothing follows before all have voted
-        committed, reason = tally(self._ranks, each.votes, me=self._rules.rank, size=self._rules.ranks_per_replica)
-        if committed is False and mine is None:
+        committed, reason = each.count(sender, vote)
+        if committed is False and self._rules.rank not in each.votes:
             # a replica named as diverged must wait for the headers with this vote as well
             self._cast(each, reason=reason, diverged=vote.diverged)
         if committed is not None and each.committed is None:
             self._decide(each, committed, reason)
-        if committed is None and reason and not each.disputed:
-            each.disputed = True
+        if committed is None and reason and each.dispute():
             self._fail(f"{each.id} is disputed: {reason}", "other")
 
     def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
-        each.committed, each.reason = committed, reason
+        each.decide(reason, committed=committed)
         if each.begun is not None:
             self._outbox.effects.timers[each.id] = None
         fragment, outer_step = each.id
@@ -364,10 +350,7 @@ class Rounds:
             self._conclude(each, failure)
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        outcome = instead if instead is not None and each.fault is None else each.outcome()
-        self._outbox.effects.outcomes.append((each.id, outcome))
-        each.concluded = True
-        each.free()
+        self._outbox.effects.outcomes.append((each.id, each.conclude(instead)))
 
     # The table of rounds.
 
