@@ -121,8 +121,10 @@ def test_the_utilisation_over_bandwidth_is_drawn(tmp_path: Path, capsys: pytest.
     shares = read(arguments, capsys)["curves"]["compute_utilization"]
     assert all(row == sorted(row) for row in shares.values()), "more bandwidth never costs time"
     assert "Mbit/s" in (tmp_path / "plan.svg").read_text()
-    assert main(["plan", *arguments.split(), "--plot", str(tmp_path / "plan.xyz")]) == 2
-    assert "Name a file such as plan.svg" in capsys.readouterr().err
+    for name in ("plan.xyz", "plan", ""):  # the last one is the folder, beside which a plan.png was written
+        assert main(["plan", *arguments.split(), "--plot", str(tmp_path / name)]) == 2
+        assert "Name a file such as plan.svg" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.svg"]
 
 
 def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

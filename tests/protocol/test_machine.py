@@ -318,6 +318,27 @@ def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views(
     assert not machine.said.numbers["stop"], "also of the member that names a step that nobody can have reached"
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [*(Announcement(topic, 0) for topic in ("stop", "finished", "speed")), SiteMessage(SITE), Introduce(ENTRY), LATE],
+)
+def test_another_process_with_the_number_of_a_member_speaks_for_nobody(message: Any, has_begun: bool) -> None:
+    """Without a secret a stranger took it before the member came, and stopped the run that then began."""
+    machine = first_of_three() if has_begun else Machine(replace(RULES, continue_without_lost=False))
+    for rank in (1, 2):
+        machine.handle(0.0, Connected(rank, 20 + rank, f"host:{rank}", "another"))
+    assert not machine.handle(0.0, Received(2, message)).introduced
+    if not has_begun:
+        machine.handle(0.0, Disconnected(2))
+        machine.handle(0.0, Connected(2, 12, "host:2", "its"))
+        assert not machine.handle(0.0, Begun(View.of(3), member=True)).introduced
+    assert not machine.said.stopping
+    assert not any(machine.said.numbers.values())
+    assert not machine.said.sites
+    assert machine.views.failure is None
+
+
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     """Also if it sent them before this rank knew who is a member, and under a rank that is none."""
     rank.handle(Announced(FactsMessage(Entry(0, "host:0", "key", {"codec": "fp4"}))))

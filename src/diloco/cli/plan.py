@@ -394,7 +394,7 @@ def _draw(record: dict[str, Any], path: Path) -> None:
     axes.set(xscale="log", xlabel=f"{_axis(record['site'])}, Mbit/s", ylabel="compute utilisation, %", ylim=(0, 102))
     axes.legend()
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=path.suffix.removeprefix("."))  # else a name without one gets another
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--plot {path} can't be written: {error}. Name a file such as plan.svg.") from error
 

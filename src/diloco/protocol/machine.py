@@ -254,7 +254,7 @@ class Machine:
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
-        if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
+        if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender, connection):
             return
         match message:
             case Announcement():
@@ -319,7 +319,7 @@ class Machine:
         All non-members together have a limit, too: their oldest messages are dropped. Before there are views, nobody is
         known to be a member.
         """
-        data, from_member = encode(message), self._began and self._is_member(sender)
+        data, from_member = encode(message), self._began and self._is_member(sender, connection)
         sizes = [len(each) for rank, each, _, _ in self._held if rank == sender]
         most_bytes = _MAX_MEMBER_BYTES if from_member else _MAX_STRANGER_BYTES
         if len(sizes) >= _MAX_HELD or sum(sizes) + len(data) > most_bytes:
@@ -348,6 +348,13 @@ class Machine:
         members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
         return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
 
-    def _is_member(self, sender: int) -> bool:
-        """Return whether a rank is a member, as far as is known: before there are views, any rank may be."""
-        return not self._began or self.rules.replica_of(sender) in self.views.view.members
+    def _is_member(self, sender: int, connection: int | None) -> bool:
+        """Return whether a message is a member's, as far as is known: before there are views, any rank may be one.
+
+        Another process may have had a member's number before, or have it now.
+        """
+        if not self._began:
+            return True
+        of_member = self.roster.members.get(sender)
+        is_of_another = of_member is not None and connection not in (None, of_member)
+        return not is_of_another and self.rules.replica_of(sender) in self.views.view.members
