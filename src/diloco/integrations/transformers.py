@@ -33,7 +33,7 @@ class DiLoCoCallback(TrainerCallback):
             sharded model (FSDP2), train alone.
         parameters: the parameters that are evaluated, saved as the model of a checkpoint, and left in the model at the
             end. With "global", which all replicas agree on, a decision based on an evaluation is the same on all of
-            them. Resuming is still exact, because the local parameters are saved as well.
+            them (unless some stay ``at_home``). Resuming is still exact, because the local ones are saved as well.
         resume_from_checkpoint: the folder that ``trainer.train`` resumes from, if it is not in ``output_dir``.
         arguments: further arguments of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
 

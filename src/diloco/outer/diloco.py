@@ -346,8 +346,9 @@ class DiLoCo:
     def global_model(self) -> Iterator[nn.Module]:
         """Put the global parameters and the agreed buffers into the model inside a ``with`` block.
 
-        So what is evaluated or saved there is the same on all replicas. Persistent buffers, such as the running
-        statistics of BatchNorm, are those of the last average. At the end of the block the local values come back.
+        So what is evaluated or saved there is the same on all replicas, but for what stays at home. Persistent buffers,
+        such as the running statistics of BatchNorm, are those of the last average. At the end of the block the local
+        values come back.
         """
         self.check_model()
         with holding(self.local_values(), self.global_values()):
