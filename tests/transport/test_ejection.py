@@ -74,7 +74,9 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     assert (code, f"no longer admit {ids[2]}" in words) == (0, True), words
     for transport in peers[:2]:
         wait_for_members(transport, 2)
-        assert transport.reason.startswith(f"the founder {ids[0]} has ejected a member; replica 2 is lost")
+        assert transport.connections.machine.rounds.reason.startswith(
+            f"the founder {ids[0]} has ejected a member; replica 2 is lost"
+        )
         transport.tick()
     averages = exchange(peers[:2], [contribution(m) for m in range(2)])
     assert torch.equal(averages[0].values, averages[1].values)

@@ -374,7 +374,7 @@ def test_a_member_that_is_told_to_open_connections_opens_one_to_each_and_few_at_
     """Anybody may ask the others for one, as often as it likes."""
     dialled, released = list[int](), asyncio.Event()
 
-    async def connect(entry: Entry) -> None:
+    async def dial(entry: Entry) -> None:
         dialled.append(entry.rank)
         await released.wait()
 
@@ -384,7 +384,7 @@ def test_a_member_that_is_told_to_open_connections_opens_one_to_each_and_few_at_
         await asyncio.sleep(0)
         released.set()
 
-    monkeypatch.setattr(alone.connections, "connect", connect)
+    monkeypatch.setattr(alone.connections, "dial", dial)
     alone.connections.call(introduce())
     assert dialled == [7, *range(100, 163)]
 
@@ -441,7 +441,7 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     average = first.average(contribution(0)).wait()
     free.set()
     assert average.contributors == (0,)
-    assert "does not read its messages" in first.reason
+    assert "does not read its messages" in first.connections.machine.rounds.reason
 
 
 def test_who_only_gets_heartbeats_and_does_not_read_them_is_lost(
@@ -502,7 +502,7 @@ def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.Mon
         liar = open_ones.enter_context(answering(Members((Entry(3, "a:3"),), (3,))))
         others = [open_ones.enter_context(answering(honest)) for _ in range(2)]
         monkeypatch.setattr(directory, "addresses", mock.AsyncMock(return_value=[liar, *others]))
-        monkeypatch.setattr(directory, "connect", mock.AsyncMock(side_effect=lambda found: found))
+        monkeypatch.setattr(directory, "dial_all", mock.AsyncMock(side_effect=lambda found: found))
         view = directory.transport.connections.call(directory.find())
     assert view.members == (1, 2)
 

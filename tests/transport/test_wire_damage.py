@@ -401,8 +401,9 @@ def test_who_always_sends_wrong_messages_is_named_and_excluded(
     assert torch.equal(outcomes[0].values, outcomes[1].values)
     for each in transports[:2]:
         assert each.view.members == (0, 1)
-        assert "replica 2 has spoilt at least 3 recent rounds" in each.reason
-        assert words in each.reason
+        reason = each.connections.machine.rounds.reason
+        assert "replica 2 has spoilt at least 3 recent rounds" in reason
+        assert words in reason
 
 
 # Control connections.
