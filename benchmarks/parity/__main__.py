@@ -95,7 +95,6 @@ MAIN = (
 """The rows with three seeds."""
 
 ABLATIONS = (
-    Variant("independent replicas, mean of their losses", "--algorithm none", replicas=0),  # of version 0.5
     streaming(", outer Nesterov lr 0.7", "--outer-momentum 0.9 --outer-learning-rate 0.7"),
     streaming(", outer Nesterov mu 0.5 lr 0.7", "--outer-momentum 0.5 --outer-learning-rate 0.7"),
     streaming(", outer SGD lr 1", "--outer-momentum 0 --outer-learning-rate 1.0"),

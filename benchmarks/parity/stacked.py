@@ -72,6 +72,7 @@ class Stack:
         weights = [run.momentum_weight or run.momentum for run in runs]
         self.weight = self.by_copy(torch.tensor(weights))[:, None, None]
         self.cosine, self.sine = rotations(device)
+        self.corrections: Tensors = {}  # of Muon's updates
         self.codec, self.dropped = make_codec(first.codec), torch.zeros((), device=device)
         self.start_codec = make_codec(first.start_codec)
 
@@ -95,8 +96,10 @@ class Stack:
             if self.runs[0].start_codec != "float32" and starting:
                 self.encode(gradients, self.start_codec, 1.0)
             voting, averaged = self.runs[0].votes and not starting, list(gradients)
-            if voting:
+            apart = voting or (self.runs[0].own_factors and not starting)  # hidden matrices
+            if apart:
                 averaged = [g for name, g in zip(self.tensors, gradients, strict=True) if name not in self.hidden]
+            if voting:
                 self.encode(averaged, self.codec, self.runs[0].error_feedback)
             senders = self.runs[0].start_replicas if starting else 0
             for gradient in averaged if shared else ():
@@ -104,10 +107,10 @@ class Stack:
                 mine.copy_(mine[:, : senders or None].mean(1, keepdim=True).expand_as(mine))
             norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-            if voting:
-                scale = scale.view(-1, self.replicas).mean(1).repeat_interleave(self.replicas)
+            if apart:
+                scale = self.mean(scale)
             self.apply(
-                {name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared, voting
+                {name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)}, shared, apart
             )
         return each.detach()
 
@@ -119,7 +122,12 @@ class Stack:
         for gradient, part in parts(gradients, received):
             gradient.copy_(part)
 
-    def apply(self, gradients: Tensors, shared: int, voting: bool) -> None:
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the replicas of each run of ``(C, ...)`` values, for each of them."""
+        by_run = values.view(-1, self.replicas, *values.shape[1:]).mean(1)
+        return by_run.repeat_interleave(self.replicas, 0)
+
+    def apply(self, gradients: Tensors, shared: int, apart: bool) -> None:
         run, rate = self.runs[0], self.rates[self.step]
         self.step += 1
         alike: dict[Any, list[tuple[str, Tensor]]] = {}
@@ -132,6 +140,8 @@ class Stack:
                     state["variance"].lerp_((last - gradient).square_(), 0.05)
                 momentum = state["momentum"].mul_(self.momentum).add_(gradient)
                 update = gradient.addcmul_(momentum, self.weight)
+                if name in self.corrections:
+                    update += self.corrections[name]
                 if run.noise_gamma:
                     square = (update * (1 - self.momentum)).square_()
                     update.div_(square.add_(state["variance"], alpha=run.noise_gamma).sqrt_().add_(1e-12))
@@ -145,13 +155,15 @@ class Stack:
             values.sub_((first / divisor).mul_(like(rate / (1 - one**self.step), values)))
         for shape, pairs in alike.items():
             updates = torch.stack([update for _, update in pairs])  # equal for replicas that share their gradients
-            if voting:
+            if apart and run.votes:
                 updates = self.votes(self.orthogonal(updates))
             rest = updates[:, shared * self.replicas :]
             needed = torch.cat([updates[:, : shared * self.replicas : self.replicas], rest], 1)
             results = self.orthogonal(needed)
             both = results[:, :shared].repeat_interleave(self.replicas, 1), results[:, shared:]
             orthogonal = torch.cat(both, 1)
+            if apart and run.own_factors:
+                orthogonal = torch.stack([self.mean(factors) for factors in self.orthogonal(updates)])
             if run.row_norms:
                 orthogonal = self.with_equal_rows([name for name, _ in pairs], orthogonal)
             step = rate * self.ratio
@@ -180,9 +192,9 @@ class Stack:
             results.append(scaled * (update.norm(dim=(-2, -1)) / scaled.norm(dim=(-2, -1)))[:, None, None])
         return torch.stack(results)
 
-    def parameters(self) -> Tensors:
-        """Return the parameters of the first replica of each run."""
-        return {name: tensor.detach()[:: self.replicas].clone() for name, tensor in self.tensors.items()}
+    def parameters(self, replica: int = 0) -> Tensors:
+        """Return the parameters of a replica of each run."""
+        return {name: tensor.detach()[replica :: self.replicas].clone() for name, tensor in self.tensors.items()}
 
 
 def decoder(run: Run) -> Transformer:
@@ -271,6 +283,7 @@ class Outer:
         self.flights: dict[int, tuple[Tensor, ...]] = {}
         self.means: dict[int, Tensor] = {}  # of the momenta
         self.merged: dict[int, int] = {}  # rounds of each fragment
+        self.lengths: list[Tensor] = []  # of each mean, relative to what was averaged
         self.sent_bytes = torch.zeros(len(self.runs), dtype=torch.double, device=stack.device)
 
     def fragments(self, number: int) -> tuple[FragmentLayout, ...]:
@@ -351,12 +364,20 @@ class Outer:
         if self.runs[0].isotropic or self.runs[0].singular_power != 1:
             self.change_singular_values(p, mean)
         self.flights[p] = local, mean
+        lengths = received.norm(dim=1, keepdim=True).square()
+        self.lengths.append(mean.norm(dim=1) / self.mean(lengths)[:, 0].sqrt())
         self.sent_bytes += codec.payload_bytes(local.shape[1])
         if tensors := self.momenta(p):  # changes of the last mean travel
             momenta = flat(tensors)
             last = self.means.get(p, self.mean(torch.zeros_like(momenta)))
             self.means[p] = last + self.mean(decoded(self.average, momenta - self.by_replica(last)))
-            self.flights[p] += ((self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages),)
+            change = (self.by_replica(self.means[p]) - momenta) * self.by_replica(self.averages)
+            if self.runs[0].control:
+                names = [name for name in self.layouts[p].names if name in self.stack.hidden]
+                for name, (_, values) in zip(names, parts(tensors, change), strict=True):
+                    self.stack.corrections[name] = values
+            else:
+                self.flights[p] += (change,)
             self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
             if self.runs[0].orthogonal_mean:
                 self.correct(p, mean)
@@ -389,6 +410,11 @@ class Outer:
         if run.window_power:
             scaled = mu ** self.powers[p]
             rate, mu = rate * (1 - scaled) / (1 - mu), scaled
+        if run.others_outer_rate != 1:
+            hidden = [name in self.stack.hidden for name in self.layouts[p].names]
+            pairs = zip(hidden, self.tensors(p), strict=True)
+            each = [torch.full((tensor[0].numel(),), 1.0 if own else run.others_outer_rate) for own, tensor in pairs]
+            rate = rate * torch.cat(each).to(rate.device)
         if opening:
             rate, mu = torch.full_like(rate, self.runs[0].opening_rate), torch.zeros_like(mu)
         if self.runs[0].evaluated_momentum >= 0:
@@ -510,6 +536,8 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[tuple[dict[s
         if step + 1 >= (1 - max(SHARES)) * steps and (step + 1) % 10 == 0:
             history.append(outer.parameters() if outer is not None else stack.parameters())
     held = heldout(stack, [outer.means_of_replicas()], corpus) if outer is not None else []
+    alone = outer is not None and not outer.sent_bytes.any()
+    own = [heldout(stack, [stack.parameters(m)], corpus) for m in range(run.replicas if alone else 0)]
     counts = [1, *(max(1, round(share * steps / 10)) for share in SHARES)]
     results = [heldout(stack, history[-count:], corpus) for count in counts]
     training = torch.stack(recent).mean(0).view(-1, run.replicas).mean(1).tolist()
@@ -519,6 +547,10 @@ def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[tuple[dict[s
         if outer is not None and number >= stack.data_parallel:
             row["replicas_mean"] = held[number]
             row["sent_bytes"] = int(outer.sent_bytes[number - stack.data_parallel])
+            if outer.lengths:
+                row["mean_length"] = round(float(torch.stack(outer.lengths)[:, number - stack.data_parallel].mean()), 3)
+            if row["sent_bytes"] == 0:
+                row["replicas_loss"] = fmean(each[number] for each in own)
         row |= {"device": device, "together": len(runs), "wall_s": round(time.perf_counter() - wall_s, 1)}
         row |= {"cpu_s": round((time.process_time() - cpu_s) / len(runs), 1), "date": time.strftime("%Y-%m-%d")}
         yield row, {name: tensor[number] for name, tensor in history[-1].items()}
@@ -577,6 +609,8 @@ RESULTS = {
     "heldout_loss",
     "means",
     "replicas_mean",
+    "replicas_loss",
+    "mean_length",
     "training_loss",
     "sent_bytes",
     "device",
@@ -590,6 +624,7 @@ OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps", "i
 OUTER |= {"opening", "opening_inner_steps", "opening_codec", "opening_feedback", "opening_rate", "momentum_warmup"}
 OUTER |= {"error_feedback", "senders", "singular_power", "isotropic", "evaluated_momentum", "encoded_gradients"}
 OUTER |= {"overlaps", "fragments", "strategy", "row_halves", "uneven_windows", "window_power", "orthogonal_mean"}
+OUTER |= {"control", "others_outer_rate"}
 OUTER |= {"outer_schedule", "outer_final_ratio", "finish", "finish_decay", "finish_overlap", "finish_codec"}
 
 

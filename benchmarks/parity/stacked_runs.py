@@ -56,9 +56,11 @@ class Run:
     error_feedback: float = 0.0  # the part of what the codec dropped that is sent later
     encoded_gradients: bool = False  # data-parallel replicas encode their gradients in each step after the start
     votes: bool = False  # 2605.16311: data-parallel replicas send the signs of Muon's updates; most decide
+    own_factors: bool = False  # data-parallel replicas orthogonalise their own momenta, and average the results
     senders: bool = False  # a value is averaged over the replicas that sent it
     outer_learning_rate: float = 0.8
     outer_momentum: float = 0.6
+    others_outer_rate: float = 1.0  # of parameters that are no hidden matrix, times the outer learning rate
     singular_power: float = 1.0  # to which the singular values of the mean of a matrix are raised; its norm stays
     isotropic: bool = False  # the mean of a matrix gets about equal singular values, as in `diloco.algorithm.isotropic`
     outer_schedule: str = ""  # of the outer learning rate: "linear" or "cosine", as `sync.arguments.outer.schedule`
@@ -70,6 +72,7 @@ class Run:
     finish_overlap: bool = True  # off: a mean of these steps is merged in the step in which it is sent
     finish_codec: str = ""  # of these steps, if it is another
     average: str = ""  # the codec of the averaged momenta's changes; "": they are not averaged
+    control: bool = False  # the mean minus the own momentum is added to Muon's updates until the next, in place of that
     orthogonal_mean: float = 0.0  # steps of the window in which the mean of the momenta would have been orthogonalised
 
     def changes(self) -> dict[str, Any]:
@@ -149,38 +152,49 @@ def remembering(momentum: float, weight: float) -> Settings:
 
 
 SHORT: Settings = {"steps": 600, "start": 200}  # half of the tokens
+FAST: Settings = SHORT | rate(1.6e-2)  # the best rate of such runs, for both
 LONG: tuple[Settings, ...] = (remembering(0.95, 0.2), remembering(0.98, 0.08))
 VOTES: Settings = DATA_PARALLEL | SIGN | {"votes": True}
-UNEVEN: Settings = SHORT | {"uneven_windows": True}
+OWN: Settings = DATA_PARALLEL | {"own_factors": True}
+EVERY: Settings = OFTEN | {"inner_steps": 1}
+UNEVEN: Settings = FAST | {"uneven_windows": True}
+FEWER: Settings = {"steps": 300, "start": 100, "sequences": 32}  # larger batches, as many tokens as `SHORT`
+ALONE: Settings = {"inner_steps": 10_000}  # no communication after the shared start
 
 GROUPS = {
-    "shared momentum": each(
-        *(SHORT | AVERAGED | way for way in LONG),
-        SHORT | DATA_PARALLEL | rate(1.6e-2),
+    "half length": each(
+        *(SHORT | DATA_PARALLEL | rate(r) for r in (1.6e-2, 2.26e-2)),
+        *(SHORT | way for way in ({}, rate(1.13e-2) | GAIN, rate(2.26e-2), rate(2.26e-2) | outer(1.0, 0.0))),
+        *(FAST | outer(*step) for step in ((1.0, 0.6), (0.6, 0.6), (1.0, 0.0))),
         seeds=(0,),
     ),
-    "shared momentum, controls": each(
-        SHORT | AVERAGED, SHORT | DATA_PARALLEL | LONG[0] | rate(1.6e-2), SHORT | LONG[0], seeds=(0,)
-    ),
+    "divided work": [
+        *each(*(FAST | way for way in (DATA_PARALLEL, OWN, {})), seeds=(0, 1)),
+        *each(*(FAST | way for way in (ONE, ONE | outer(1.0, 0.0), {"replicas": 2}, {"replicas": 8})), seeds=(0,)),
+        *each(*(FAST | SIGN | way for way in (EVERY, OFTEN, OFTEN | outer(1.0, 0.0))), seeds=(0,)),
+        *each(FAST | OWN | {"matrix_lr_ratio": 5.0}, OWN | rate(1.6e-2), OWN | rate(2.26e-2), seeds=(0,)),
+        *each(OWN | rate(1.6e-2), seeds=(1,)),
+    ],
+    "shared momentum": each(*(SHORT | AVERAGED | way for way in LONG), SHORT | AVERAGED, FAST | AVERAGED, seeds=(0,)),
+    "orthogonal means": each(*(way | AVERAGED | {"orthogonal_mean": 5.0} for way in (SHORT, FAST)), seeds=(0,)),
+    "control variates": each(FAST | AVERAGED | {"control": True}, seeds=(0,)),
     "larger batches": each(
-        *(SHORT | {"steps": 300, "start": 100, "sequences": 32, "inner_steps": 5} | way for way in ({}, AVERAGED)),
+        *(FEWER | {"inner_steps": 5} | way | r for r in ({}, rate(1.6e-2)) for way in ({}, AVERAGED)),
+        FEWER | DATA_PARALLEL | rate(1.6e-2),
         seeds=(0,),
     ),
     "window powers": each(SHORT | {"window_power": "rates"}, UNEVEN, UNEVEN | {"window_power": "steps"}, seeds=(0,)),
     "half rows": each(*(SHORT | SIGN | OFTEN | way for way in ({"row_halves": True}, {})), seeds=(0,)),
-    "votes": each(SHORT | VOTES | rate(1.6e-2), SHORT | ENCODED | rate(1.6e-2), SHORT | VOTES, seeds=(0,)),
-    "outer schedules": each(
-        *(SHORT | GAIN | way for way in ({"outer_schedule": "linear", "outer_final_ratio": 0.4}, {})), seeds=(0,)
-    ),
-    "unknown end": each(SHORT | {"final_ratio": 1.0}, seeds=(0,)),
-    "orthogonal means": each(SHORT | AVERAGED | {"orthogonal_mean": 5.0}, seeds=(0,)),
-    "unequal overlaps": each(SHORT | {"overlaps": (1, 2, 3, 5)}, seeds=(0,)),
+    "votes": each(FAST | VOTES, FAST | ENCODED, SHORT | VOTES, seeds=(0,)),
+    "other parameters": each(*(FAST | {"others_outer_rate": part} for part in (0.6, 2.0)), seeds=(0,)),
+    "outer schedules": each(FAST | GAIN | {"outer_schedule": "linear", "outer_final_ratio": 0.4}, seeds=(0,)),
+    "unknown end": each(*(FAST | {"final_ratio": 1.0} | way for way in (DATA_PARALLEL, {})), seeds=(0,)),
+    "unequal overlaps": each(FAST | {"overlaps": (1, 2, 3, 5)}, seeds=(0,)),
     "fragments": each(
-        *(SHORT | {"fragments": number, "strategy": "balanced"} for number in (5, 10)),
-        SHORT | {"fragments": 1},
-        QUICK_START | {"strategy": "sequential"},
+        *(QUICK_START | {"steps": 200, "start": 60, "strategy": way} for way in ("strided", "sequential")),
         seeds=(0,),
     ),
+    "no communication": each(ADAMW | QUICK_START | rate(2e-3) | ALONE, seeds=(0,)),
     "starts": [
         *each(*(TINY | way for way in STARTS), seeds=(0,)),
         *each(*(TINY_MUON | way for way in ({"start": 200}, rising(40, 1.0, 0.6), rising(40, 1.0, 0.8))), seeds=(0,)),
