@@ -4,11 +4,16 @@ SCRIPT needs root and network namespaces; ``--wan loopback`` tries the methods b
 writes nothing. The rivals run with ``--rivals-python``, the interpreter of a virtual
 environment with ``requirements-rivals.txt``; without it they are skipped. A run whose result is in results.json (with
 ``--grid``: in grid.json) is not repeated unless ``--again`` is given. Without ``--wan`` only the tables are written.
+
+``--in-turn PYTHON ...`` compares versions of the package: each run is made with each of these interpreters in turn,
+``--repeats`` times, and every row is kept in in_turn.json with the commit of the interpreter's package. The benchmark's
+own code is that of this checkout for all of them.
 """
 
 import argparse
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +28,7 @@ from benchmarks.wan.report import write_report
 from benchmarks.wan.run import run_job
 
 HERE = Path(__file__).parent
-RESULTS, GRID_RESULTS = HERE / "results.json", HERE / "grid.json"
+RESULTS, GRID_RESULTS, IN_TURN = HERE / "results.json", HERE / "grid.json", HERE / "in_turn.json"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,6 +46,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run that takes longer")
     parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="folder for logs")
+    parser.add_argument(
+        "--in-turn", type=Path, nargs="+", metavar="PYTHON", help="interpreters whose packages are compared"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="with --in-turn: the runs of each interpreter")
     parser.add_argument("--again", action="store_true", help="repeat runs that have a result")
     given = parser.parse_args(arguments)
     if given.cycles < 1:
@@ -63,11 +72,12 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
     return [(link, method) for link, method in pairs if method is not METHODS[0] or link is first[link.replicas]]
 
 
-def run_one(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> dict[str, Any]:
+def run_one(
+    network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace, python: Path
+) -> dict[str, Any]:
     """Set up the network, make one run, and return its row."""
     addresses = tuple(network.address(node) for node in range(link.replicas))
     job = Job(method, work, link.replicas, addresses, 2 * given.limit_s, link.rate_bits_per_s, device=network.device)
-    python = given.rivals_python if method.rival else Path(sys.executable)
     name = f"{link.name} {method.name}"
     folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in name)
     with network.up(link):
@@ -76,6 +86,28 @@ def run_one(network: Network, link: Link, method: Method, work: Work, given: arg
         run_s = time.monotonic() - started_s
     print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
     return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured}
+
+
+def run_in_turn(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> None:
+    """Make the missing runs of one link and method with each interpreter in turn, and keep each row at once."""
+    for repeat in range(given.repeats):
+        for python in given.in_turn:
+            commit = commit_of(python)
+            rows = _read(IN_TURN)
+            done = [
+                row for row in rows if (row["link"], row["method"], row["commit"]) == (link.name, method.name, commit)
+            ]
+            if len(done) <= repeat:
+                row = {"commit": commit, **run_one(network, link, method, work, given, python)}
+                IN_TURN.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
+
+
+def commit_of(python: Path) -> str:
+    """Return the commit of the checkout whose package an interpreter imports."""
+    code = "import pathlib, diloco; print(pathlib.Path(diloco.__file__).parent)"
+    folder = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    asked = ["git", "-C", folder, "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,15 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.wan:
         network = Loopback() if loopback else Network(given.wan, given.prefix)
         for link, method in chosen(links, given.links, methods):
+            if given.in_turn:
+                run_in_turn(network, link, method, work, given)
+                continue
             same = [row for row in results if (row["link"], row["method"]) == (link.name, method.name)]
             if method.rival and not given.rivals_python:
                 print(f"skipped, because --rivals-python is not given: {method.name}")
             elif given.again or not same:
-                row = run_one(network, link, method, work, given)
+                python = given.rivals_python if method.rival else Path(sys.executable)
+                row = run_one(network, link, method, work, given, python)
                 results = [each for each in results if each not in same] + [row]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if not loopback:
-        write_report(_read(RESULTS), _read(GRID_RESULTS), HERE / "README.md")
+        write_report(_read(RESULTS), _read(GRID_RESULTS), _read(IN_TURN), HERE / "README.md")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

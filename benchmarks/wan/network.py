@@ -14,8 +14,8 @@ from diloco.errors import ConfigurationError
 class Network:
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1) on wan0.
 
-    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set I up=..mbit`` (I: a node,
-    or ``all``), ``exec I COMMAND...`` (which replaces the script's own process) and ``down``. It must keep networks
+    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set I up=..mbit`` and
+    ``set all jitter=..ms`` (I: a node), ``exec I COMMAND...`` (which replaces the script's own process) and ``down``. It must keep networks
     with different ``WAN_PREFIX`` apart.
 
     Args:
@@ -52,6 +52,8 @@ class Network:
             self._do("up", *link.arguments())
             for node, rate in enumerate(link.up_bits_per_s):
                 self._do("set", str(node), f"up={rate / 1e6:g}mbit")
+            if link.jitter_s:
+                self._do("set", "all", f"jitter={1e3 * link.jitter_s:g}ms")
             self._check_congestion_control(link)
             yield
         finally:

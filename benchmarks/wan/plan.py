@@ -17,6 +17,7 @@ class Link:
         congestion_control: that of TCP; empty: the kernel's default.
         real_packets: whether packets have 1500 bytes where TCP would pass larger ones to the link; on a lossy link
             they always have.
+        jitter_s: each packet is late by up to that much; packets keep their order.
         up_bits_per_s: the uplinks' rates, from the first replica on; those of the others don't differ.
     """
 
@@ -27,6 +28,7 @@ class Link:
     loss_percent: float = 0.0
     congestion_control: str = ""
     real_packets: bool = False
+    jitter_s: float = 0.0
     up_bits_per_s: tuple[float, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -49,6 +51,7 @@ class Link:
 LINKS = (
     Link("100 Mbit/s, 100 ms, 2 replicas", 2, 100e6, 0.1),
     Link("100 Mbit/s, 100 ms, 4 replicas", 4, 100e6, 0.1),
+    Link("100 Mbit/s, 100 ms, 8 replicas", 8, 100e6, 0.1),
     Link("500 Mbit/s, 100 ms, 2 replicas", 2, 500e6, 0.1),
     Link("1 Gbit/s, 30 ms, 2 replicas", 2, 1e9, 0.03),
     Link("100 Mbit/s, 100 ms, cubic", 2, 100e6, 0.1, congestion_control="cubic"),
@@ -65,6 +68,26 @@ LINKS = (
     Link("200 Mbit/s, 500 ms, cubic", 2, 200e6, 0.5, congestion_control="cubic"),
     Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=(20e6,) * 3),
     Link("250 down / 25 up, 40 ms, 5 replicas", 5, 250e6, 0.04, up_bits_per_s=(25e6,) * 5),
+    Link(
+        "satellite: 100 down / 15 up, 45 ms, 20 ms of jitter, 1 % loss, bbr, 3 replicas",
+        3,
+        100e6,
+        0.045,
+        1,
+        "bbr",
+        jitter_s=0.02,
+        up_bits_per_s=(15e6,) * 3,
+    ),
+    Link(
+        "satellite: 100 down / 15 up, 45 ms, 5 ms of jitter, 1 % loss, bbr, 3 replicas",
+        3,
+        100e6,
+        0.045,
+        1,
+        "bbr",
+        jitter_s=0.005,
+        up_bits_per_s=(15e6,) * 3,
+    ),
     Link("40 down / 15 up, 80 ms, 4 replicas", 4, 40e6, 0.08, up_bits_per_s=(15e6,) * 4),
     Link("40 down / 15 up, 80 ms, 4 replicas, one sends at 5", 4, 40e6, 0.08, up_bits_per_s=(5e6, 15e6, 15e6, 15e6)),
     Link("100 Mbit/s, 100 ms, 3 replicas, one sends at 20", 3, 100e6, 0.1, up_bits_per_s=(20e6,)),

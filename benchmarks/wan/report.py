@@ -17,11 +17,40 @@ HEAD = (
 )
 
 
-def write_report(results: Sequence[Row], grid: Sequence[Row], path: Path) -> None:
-    """Write the tables below the mark in ``path``: links, rounds alone, and the grid."""
+def write_report(results: Sequence[Row], grid: Sequence[Row], in_turn: Sequence[Row], path: Path) -> None:
+    """Write the tables below the mark in ``path``: commits in turn, links, rounds alone, and the grid."""
     runs = [row for row in results if not _of_rounds(row)]
-    lines = _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results)
+    lines = in_turn_table(in_turn) + _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results)
     write_below(MARK, "\n".join([*lines, *_by_link(grid, GRID, baseline_s([*results, *grid]), "Grid: ")]), path)
+
+
+def in_turn_table(rows: Sequence[Row]) -> list[str]:
+    """Return a table with a line for each link and method and a column for each commit, in the order of the runs."""
+    commits = list(dict.fromkeys(row["commit"] for row in rows))
+    base_s = baseline_s(rows)
+    lines = []
+    for link in LINKS:
+        for method in METHODS[1:]:
+            of_pair = [row for row in rows if (row["link"], row["method"]) == (link.name, method.name)]
+            if of_pair:
+                cells = (_in_turn([row for row in of_pair if row["commit"] == commit], base_s) for commit in commits)
+                lines.append(f"| {link.name} | {method.name} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    heads = " | ".join(f"{commit}: CU; mean transfer (s)" for commit in commits)
+    header = [f"| link | method | {heads} |", "|---" * (2 + len(commits)) + "|"]
+    return ["## Commits in turn", "", *header, *lines, ""]
+
+
+def _in_turn(rows: Sequence[Row], base_s: float) -> str:
+    """Return the cell of one commit: its runs' utilisation, then their mean transfers; a run that failed is named."""
+    shares = [f"{base_s / step_s(row):.1%}" if row["outcome"] == "finished" else row["outcome"] for row in rows]
+    means_s = [f"{_mean_transfer_s(row):.2f}" for row in rows if row["outcome"] == "finished"]
+    return f"{', '.join(shares)}; {', '.join(means_s)}"
+
+
+def _mean_transfer_s(row: Row) -> float:
+    return statistics.mean(value for replica in row["replicas"] for value in replica["transfers_s"])
 
 
 def _by_link(rows: Sequence[Row], links: Sequence[Link], base_s: float, title: str = "") -> list[str]:
