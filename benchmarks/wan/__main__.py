@@ -13,7 +13,6 @@ own code is that of this checkout for all of them.
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from benchmarks.wan.commits import commit_of
 from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import GRID, LINKS, LOOPBACK, METHODS, Job, Link, Method, Work
 from benchmarks.wan.report import write_report
@@ -100,14 +100,6 @@ def run_in_turn(network: Network, link: Link, method: Method, work: Work, given:
             if len(done) <= repeat:
                 row = {"commit": commit, **run_one(network, link, method, work, given, python)}
                 IN_TURN.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
-
-
-def commit_of(python: Path) -> str:
-    """Return the commit of the checkout whose package an interpreter imports."""
-    code = "import pathlib, diloco; print(pathlib.Path(diloco.__file__).parent)"
-    folder = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    asked = ["git", "-C", folder, "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

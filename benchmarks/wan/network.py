@@ -14,9 +14,9 @@ from diloco.errors import ConfigurationError
 class Network:
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1) on wan0.
 
-    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set I up=..mbit`` and
-    ``set all jitter=..ms`` (I: a node), ``exec I COMMAND...`` (which replaces the script's own process) and ``down``. It must keep networks
-    with different ``WAN_PREFIX`` apart.
+    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set I up=..mbit`` (I: a node)
+    and ``set all jitter=..ms``, ``exec I COMMAND...`` (which replaces the script's own process) and ``down``. It must
+    keep networks with different ``WAN_PREFIX`` apart.
 
     Args:
         script: the path of the script.

@@ -50,7 +50,7 @@ def _in_turn(rows: Sequence[Row], base_s: float) -> str:
 
 
 def _mean_transfer_s(row: Row) -> float:
-    return statistics.mean(value for replica in row["replicas"] for value in replica["transfers_s"])
+    return statistics.mean([float(value) for replica in row["replicas"] for value in replica["transfers_s"]])
 
 
 def _by_link(rows: Sequence[Row], links: Sequence[Link], base_s: float, title: str = "") -> list[str]:
