@@ -42,7 +42,7 @@ MOST_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 HEAD = struct.Struct(">cQIII")
 
 _MOST_MESSAGES = 1 << 13  # of a round, from one peer: pieces of its contribution, and of its mean
-LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
+LEAST_PART_BYTES = 4 << 10  # at half a megabit per second, which one of many connections has, this takes 0.07 s
 
 _LEVEL = 1
 _WORTH = 0.98  # a compressed part is sent only if it is at most this share of the part
@@ -172,7 +172,7 @@ def part_bytes(waiting_bytes: int, connections: int) -> int:
     """Return the size of the next part: smaller as less is left, so that all connections finish at about the same time.
 
     >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16)
-    (262144, 100000, 12288)
+    (262144, 100000, 4096)
     >>> part_bytes(50_000, 1)  # a single connection need not finish together with others
     262144
     """
