@@ -191,12 +191,12 @@ def test_an_error_of_this_process_about_what_another_one_has_sent_is_not_the_oth
         averaged(first)
 
 
-def test_an_error_of_who_takes_the_average_ends_the_wait_for_it(wires: Wires) -> None:
+def test_an_error_of_who_takes_the_mean_voids_the_round_and_is_named(wires: Wires) -> None:
     first, second = wires.meet(2)
-    pending = first.average(contribution(0), on_commit=fail), second.average(contribution(1))
-    with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
-        pending[0].wait()
-    assert pending[1].wait().contributors == (0, 1)
+    pending = first.average(contribution(0), on_mean=fail), second.average(contribution(1))
+    for each in pending:
+        with pytest.raises(RoundVoidError, match="in a method"):
+            each.wait()
 
 
 def test_a_payload_is_copied_on_a_stream_of_its_own_gpu(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:

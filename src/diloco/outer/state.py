@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import (
+    Mean,
     OuterOptimizer,
     OuterState,
     digest_state,
@@ -46,7 +47,7 @@ class _Prepared:
     measures: Measures
     mean: Tensor | None  # a sample
     version: int = -1  # of the state that was copied, and the digest of the new one, if it was taken on copies
-    digest: str = ""
+    digest: Future[str] | None = None
 
 
 class GlobalState:
@@ -77,8 +78,8 @@ class GlobalState:
         self._hash()
 
     @contextmanager
-    def changing(self, digest: str = "") -> Iterator[None]:
-        """Hold off snapshots while the state changes. ``digest`` is that of the new state, if it is known."""
+    def changing(self, digest: Future[str] | None = None) -> Iterator[None]:
+        """Hold off snapshots while the state changes. ``digest`` is that of the new state, if a thread computes it."""
         for thread in (self.reader, self._prepared):  # the second one needs the lock
             if thread is not None:
                 thread.exception()  # waits
@@ -107,7 +108,7 @@ class GlobalState:
         step = None if prepared is None else prepared.result()
         if step is not None and (step.applied is not average.values or step.version != self.version):
             step = None  # the state has changed since
-        with self.changing("" if step is None else step.digest):
+        with self.changing(None if step is None else step.digest):
             before = self.values if keep else None
             if step is None:
                 before = _copy(self.values) if keep else None  # the step changes them in place
@@ -119,26 +120,25 @@ class GlobalState:
         self._last = outer_step, measures, before if self.users > 1 else None
         return measures, before
 
-    def prepare(self, average: Average) -> None:
-        """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies.
+    def prepare(self, mean: Mean) -> None:
+        """Begin the outer step that `take_step` will take of ``mean`` if its round is committed, on copies in a thread.
 
         On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory, and makes it
         what the optimizer gets.
         """
-        if average.donor is not None:  # the average applies to another state
-            return
         if self.values.is_cuda:
-            self._moved = in_thread(lambda: self._move(average.values), "mean", daemon=False)
+            self._moved = in_thread(lambda: self._move(mean.values), "mean", daemon=False)
             return
-        self._prepared = in_thread(lambda: self._copied_step(average), "outer-step", daemon=False)
+        self._prepared = in_thread(lambda: self._copied_step(mean), "outer-step", daemon=False)
 
-    def _copied_step(self, average: Average) -> _Prepared:
+    def _copied_step(self, mean: Mean) -> _Prepared:
         with self._lock:
             copies, version = self._copies(), self.version
-        step = self._stepped(average, *copies)
-        return replace(step, version=version, digest=digest_state(*copies, buffers_of(average) or self.buffers))
+        step, buffers = self._stepped(mean, *copies), buffers_of(mean) or self.buffers
+        hashed = in_thread(lambda: digest_state(*copies, buffers), "digest", daemon=False)  # the merge needs it not yet
+        return replace(step, version=version, digest=hashed)
 
-    def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
+    def _stepped(self, average: Mean, values: Tensor, outer: OuterState) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
         mean = self.outer_mean(average.values)
         measures, sample = measured_outer_step(self._optimizer, mean, outer, values, self._last_mean)
@@ -161,6 +161,7 @@ class GlobalState:
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""
+        self._prepared = None
         if self.finished_rounds <= outer_step:
             with self.changing():
                 self.finished_rounds = outer_step + 1
@@ -230,12 +231,11 @@ class GlobalState:
     def _digest_now(self) -> str:
         return digest_state(self.values, self.outer, self.buffers)
 
-    def _hash(self, digest: str = "") -> None:
-        self._digest = None
-        if digest:
-            self._digest = Future()
-            self._digest.set_result(digest)
-        elif self.num_bytes() > _LARGE_BYTES:
+    def _hash(self, digest: Future[str] | None = None) -> None:
+        self._digest = digest
+        if digest is not None:
+            return
+        if self.num_bytes() > _LARGE_BYTES:
             # on a GPU the outer step may still be queued on the training's stream
             queued = torch.cuda.current_stream(self.values.device).record_event() if self.values.is_cuda else None
             self._digest = in_thread(lambda: self._hashed(queued), "digest", daemon=False)
@@ -247,8 +247,8 @@ class GlobalState:
             return self._digest_now()
 
 
-def buffers_of(of: Average | tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
-    """Return the buffers of a model that are in an average, or that `collect_buffers` returned, without those of None.
+def buffers_of(of: Mean | tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
+    """Return the buffers of a model that are in a mean, or that `collect_buffers` returned, without those of None.
 
     ``buffers``: the floating-point ones, ``(n,)`` float32; ``integers``: the bytes of all others, ``(n,)`` uint8.
     """

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from diloco.algorithm import Contribution
+from diloco.algorithm import Contribution, Mean
 from diloco.errors import DiLoCoError, TransportError
 from diloco.events import PeerTraffic, Site
 from diloco.membership import View
@@ -209,12 +209,12 @@ class BackgroundTransport(Transport):
         self,
         contribution: Contribution,
         ready: Future[Any] | None = None,
-        on_commit: Callable[[Average], None] | None = None,
+        on_mean: Callable[[Mean], None] | None = None,
     ) -> Pending:
         """Do as `Transport.average`.
 
         Args:
             contribution: what this replica gives to the round.
             ready: done once the payload is filled; if it fails, nothing is sent. None: it is filled.
-            on_commit: called as soon as there is an average, in another thread.
+            on_mean: called in another thread once the mean is known, before it is known whether the round is committed.
         """

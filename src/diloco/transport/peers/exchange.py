@@ -129,8 +129,8 @@ class PayloadExchange:
         else:
             self.verdict.set_result(given)
 
-    def run(self, on_mean: Callable[[str], None]) -> Exchanged:
-        """Sum the payloads, until the exchange has ended, and tell ``on_mean`` the digest of the mean."""
+    def run(self, on_mean: Callable[[Mean], None]) -> Exchanged:
+        """Sum the payloads, until the exchange has ended, and give ``on_mean`` the mean."""
         try:
             given = self.verdict.result()
             weights, contributors = given.weights, given.verdict.contributors
@@ -148,7 +148,7 @@ class PayloadExchange:
                 integers=integers,
                 clipped=tuple(factors),
             )
-            on_mean(self.mean.digest())
+            on_mean(self.mean)
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
             return self._ended()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.algorithm import Contribution, RoundId, Uplink
+from diloco.algorithm import Contribution, Mean, RoundId, Uplink
 from diloco.devices import side_stream
 from diloco.errors import ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
@@ -30,7 +30,7 @@ _ENDING_S = 2.0  # for threads that wait for links; one that is still opening a 
 class PeerPending:
     contribution: Contribution | None  # None once the round is decided
     transport: PeerTransport  # counts the bytes of outcomes
-    on_commit: Callable[[Average], None] | None  # gets the average as soon as there is one, in another thread
+    on_mean: Callable[[Mean], None] | None  # gets the mean before the round is decided, in another thread
     sent_s: float = field(default_factory=elapsed_s)
     decided_s: float | None = None  # when the round was decided, by `elapsed_s`; None until then
     void: bool = False  # whether the round is void
@@ -50,9 +50,7 @@ class PeerPending:
             if isinstance(outcome, Commit):
                 assert self.exchange is not None, "this rank has voted"
                 fields = vars(self.exchange.mean) | vars(outcome)
-                outcome = average = Average.of(self.exchange.plan, self.transport.replica, **fields)
-                if self.on_commit is not None:
-                    self.on_commit(average)  # an error ends the transport, and with it this round, which is undecided
+                outcome = Average.of(self.exchange.plan, self.transport.replica, **fields)
             self.outcome, self.decided_s, self.void = outcome, decided_s, isinstance(outcome, RoundVoidError)
             self.contribution = self.exchange = None
             self.done.set()
@@ -161,10 +159,14 @@ class RoundsInFlight:
         links = {self._rules.replica_of(rank): connected[rank].link for rank in ranks if rank in connected}
         exchange = PayloadExchange(pending.contribution, view, links, self._connections)
         pending.exchange = self._exchanges[key] = exchange
-        running = in_thread(
-            lambda: exchange.run(lambda digest: self._connections.post_event(Computed(*key, digest))),
-            f"diloco-exchange-{round_id.fragment}",
-        )
+
+        def on_mean(mean: Mean) -> None:
+            computed = Computed(*key, mean.digest())
+            if pending.on_mean is not None:
+                pending.on_mean(mean)  # what follows from it is computed while the votes are on their way
+            self._connections.post_event(computed)
+
+        running = in_thread(lambda: exchange.run(on_mean), f"diloco-exchange-{round_id.fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)
 

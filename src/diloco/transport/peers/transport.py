@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from diloco.algorithm import Contribution, Uplink, payload_window_s
+from diloco.algorithm import Contribution, Mean, Uplink, payload_window_s
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.events import PeerTraffic, Site
 from diloco.membership import Cause, NextView, View, names_of
@@ -169,7 +169,7 @@ class PeerTransport(BackgroundTransport):
         self,
         contribution: Contribution,
         ready: Future[Any] | None = None,
-        on_commit: Callable[[Average], None] | None = None,
+        on_mean: Callable[[Mean], None] | None = None,
     ) -> Pending:
         before = self._rounds.last.get(contribution.round.fragment)
         again = before is not None and before.round == contribution.round and not before.void
@@ -179,7 +179,7 @@ class PeerTransport(BackgroundTransport):
                 f"The model's buffers have {contribution.extra_bytes} bytes, and at most {MOST_MESSAGE_BYTES} can be "
                 "averaged. Register those that can be computed again with persistent=False."
             )
-        pending = PeerPending(contribution, self, on_commit)
+        pending = PeerPending(contribution, self, on_mean)
         # the usual step: a few send, merge, evaluate or save besides
         step_s = statistics.median(self._steps_s) if self._steps_s else math.inf
         trips_s = (peer.link.counters().round_trip_s for peer in list(self.links.by_rank.values()))
