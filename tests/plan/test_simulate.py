@@ -134,6 +134,20 @@ def over(schedule: SyncSchedule, numels: list[int], bandwidth: float, latency: f
     return simulate(schedule, parcels, site([Link(bandwidth, latency)] * 3, 0.1, **more), steps=50)
 
 
+def test_a_round_has_half_a_round_trip_for_headers_and_a_lost_tail_where_many_connections_lose_data() -> None:
+    schedule, away = SyncSchedule(inner_steps=10, overlap_steps=9), [Link(1e9, 0.1)] * 3
+    small = parcels_of(schedule, [1000], FP4, 3)
+
+    def took_s(**how: float) -> float:
+        return float(simulate(schedule, small, site(away, 1.0, **how), **TWO_CYCLES).merged[0].took_s.max())
+
+    at_once_s = took_s()
+    assert took_s(header_trips=0.5) == pytest.approx(at_once_s + 0.1)
+    assert took_s(loss=0.001) == at_once_s, "among 96 connections most rounds lose nothing at the end"
+    assert took_s(loss=0.001, quantile=0.95) == pytest.approx(at_once_s + 0.6)
+    assert took_s(loss=0.01) == pytest.approx(at_once_s + 0.6)
+
+
 @settings(max_examples=50, deadline=None)
 @given(schedules(), sizes, one_link, st.floats(1, 100), st.floats(0, 1))
 def test_a_worse_link_or_a_larger_payload_never_helps(
