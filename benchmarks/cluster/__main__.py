@@ -2,7 +2,7 @@
 
 Every process contributes the same number of values and waits for the average, a few times; rows are medians over
 rounds. Time is from the submission to the average, CPU that of a process in that time, with all its threads. Payloads
-are encoded beforehand.
+are encoded beforehand. "copy" only copies the payload.
 
 ``--kill`` and ``--shard`` instead make whole runs under torchrun; see `benchmarks.cluster.torchruns`.
 """
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _add(given.out, [given.run(Path(folder))])
         return
     methods = [f"{kind} {codec}" for codec in CODECS for kind in ("torch", "tcp")]
-    methods += [f"all-reduce {dtype}" for dtype in DTYPES]
+    methods += [f"all-reduce {dtype}" for dtype in DTYPES] + [f"copy {codec}" for codec in CODECS]
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         first, results = probe.getsockname()[1] + 1, torch.multiprocessing.get_context("spawn").SimpleQueue()
         ports = {method: first + number for number, method in enumerate(methods)}

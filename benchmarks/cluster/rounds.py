@@ -25,6 +25,10 @@ def exchanges(method: str, rank: int, given: argparse.Namespace, port: int) -> I
         return
     codec, where = make_codec(name), {"replica": rank, "num_replicas": given.replicas}
     payload = codec.encode(values)
+    if kind == "copy":
+        copy = torch.empty_like(payload)
+        yield lambda _: copy.copy_(payload)
+        return
 
     def take_part(number: int) -> Any:
         round_id = RoundId(0, number)
