@@ -33,7 +33,7 @@ def test_the_stated_errors_are_those_of_the_committed_results_of_the_benchmark()
 
 
 def test_the_cost_of_each_fragment_is_that_computed_by_hand() -> None:
-    """A byte takes a nanosecond at 8 Gbit/s, headers, payload and vote one latency each, and bbr loses nothing at the start."""
+    """A byte takes 1 ns at 8 Gbit/s; headers, payload and vote one latency each; bbr loses nothing at the start."""
     blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=50, num_fragments=4), codec=make_codec("float32"))
     cost = predict(blocking, site(8e9, latency=0.002, congestion_control="bbr"))
     assert [each.values for each in cost.fragments] == list(blocking.fragment_sizes)
