@@ -1,7 +1,7 @@
 """``python -m benchmarks.wan.quick_start --wan SCRIPT``: the quick start over home links, and peers that join it.
 
 Three replicas run ``diloco train`` from begin to end over 20 Mbit/s and 40 ms, as it is and with a shared start of 200
-steps. Then three peers train in a swarm, a step a second, and at every tenth of the first 200 steps one more peer is
+steps. Then three peers train in a swarm, a step in 2.5 s, and at every tenth of the first 200 steps one more peer is
 started, which joins, takes part in a round, and leaves. Each part's row is kept in quick_start.json, with the commit;
 ``--parts`` chooses.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
+from benchmarks.chaos.network import Wan
 from benchmarks.chaos.paced import set_seconds
 from benchmarks.chaos.processes import Life, Running, python
 from benchmarks.wan.commits import commit_of
@@ -26,10 +27,10 @@ from benchmarks.wan.plan import Link
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).with_name("quick_start.json")
-MEMBERS, PORT, LIMIT_S, LOOK_S = 3, 29400, 1800.0, 0.05
+MEMBERS, PORT, LIMIT_S, LOOK_S = 3, 29400, 1800.0, 0.1
 LINK = Link("20 Mbit/s, 40 ms", MEMBERS, 20e6, 0.04)
 WITH_JOINERS = Link(LINK.name, MEMBERS + 2, 20e6, 0.04)  # two at a time: one may still leave when the next one comes
-START_STEPS, EVERY_STEPS, STEP_S = 200, 10, 1.0
+START_STEPS, EVERY_STEPS, STEP_S = 200, 10, 2.5
 
 
 def await_that(happened: Callable[[], bool], what: str) -> None:
@@ -74,7 +75,7 @@ def join(network: Network, home: Path) -> Row:
     with network.up(WITH_JOINERS), ExitStack() as running:
 
         def start(node: int, name: str, *where: str) -> Running:
-            """Start a peer in a node. Its steps take a second, in place of an accelerator's work."""
+            """Start a peer in a node. Its steps take 2.5 s, in place of an accelerator's work."""
             listen = ["--network.listen", f"{network.address(node)}:0", "--out", str(home / name)]
             trained = ["train", "--transport", "swarm", "--run", "quick", "--replicas", str(MEMBERS), *listen, *where]
             command = python("benchmarks.chaos.paced", str(pace), str(clock), *trained)
@@ -112,26 +113,30 @@ def _reached(peer: Running, step: int) -> bool:
 
 
 def _took_part(peer: Running) -> bool:
-    peer.tail.read()
-    return peer.tail.committed_s > 0
+    rounds = (each for each in _records(Path(peer.life.folder)) if each["event"] == "RoundCommitted")
+    return any(each["replica"] in each["contributors"] for each in rounds)
+
+
+def _records(folder: Path) -> list[Row]:
+    """Return the complete lines of a run's metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _joins(home: Path, started: Sequence[tuple[int, float]]) -> list[Row]:
     """Return for each joiner the step at which it was started, and when the founder counted it as a member."""
-    lines = (home / "0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    views = [each for each in map(json.loads, lines) if each["event"] == "ViewChanged"]
+    views = [each for each in _records(home / "0") if each["event"] == "ViewChanged"]
     rows = []
     for number, (step, at_s) in enumerate(started):
-        first = json.loads((home / f"joiner-{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
         view = next(each for each in views if each["joined"] and each["time_s"] > at_s)
-        rows.append(
-            {
-                "started_at": step,
-                "member_at": view["step"],
-                "member_s": view["time_s"] - at_s,
-                "told_s": first["time_s"] - at_s,
-            }
+        took_part_s = next(
+            each["time_s"]
+            for each in _records(home / f"joiner-{number}")
+            if each["event"] == "RoundCommitted" and each["replica"] in each["contributors"]
         )
+        times_s = {"member_s": view["time_s"] - at_s, "took_part_s": took_part_s - at_s}
+        rows.append({"started_at": step, "member_at": view["step"], **times_s})
     return rows
 
 
@@ -152,7 +157,7 @@ def main() -> None:
     for part in given.parts:
         with tempfile.TemporaryDirectory() as home:
             row = {"part": part, "commit": commit_of(Path(sys.executable))}
-            row |= PARTS[part](Network(given.wan, given.prefix), Path(home))
+            row |= PARTS[part](Wan(given.wan, given.prefix), Path(home))
         rows = [each for each in rows if each["part"] != part] + [row]
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(row), flush=True)
