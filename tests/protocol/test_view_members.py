@@ -13,6 +13,7 @@ from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
 from diloco.membership import View, names_of
 from diloco.protocol import (
+    REDIAL,
     Announced,
     Announcement,
     Beat,
@@ -36,7 +37,17 @@ from diloco.protocol import (
 )
 from tests.protocol.broken import report, without
 from tests.protocol.network import Limits, explore, settle
-from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, finish, simulated
+from tests.protocol.simulated import (
+    LATE_S,
+    RULES,
+    TIMEOUT_S,
+    TURN_TICKS,
+    Rank,
+    begin,
+    check_agreement,
+    finish,
+    simulated,
+)
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -117,6 +128,26 @@ def test_all_who_lose_each_other_go_on_as_they_were_once_they_hear_each_other(re
     finish(network)
     assert {network[number].view.members for number in range(replicas)} == {tuple(range(replicas))}
     check_agreement([network[number] for number in range(replicas)], whole=True)
+
+
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_one_that_is_back_later_than_the_others_is_waited_for_as_long_as_a_redial_takes(replicas: int) -> None:
+    """Most had gone on without it after half of this time, so that it had to join them, with another state."""
+    network, most = simulated(replicas, Limits(cuts=99)), range(replicas // 2 + 1)
+    begin(network, *range(replicas))
+    for pair in combinations(range(replicas), 2):
+        network.happen("cuts", *pair, 0)
+    finish(network)
+    for pair in combinations(most, 2):
+        network.heal(*pair)
+    explore(network)
+    for _ in range(int(REDIAL * TURN_TICKS / 2) - 1):  # a turn is two silences
+        for number in most:
+            network[number].fire(of_round=False)
+        explore(network)
+    network.heal_all()
+    finish(network)
+    assert {change.view.members for number in most for change in network[number].changes} == {tuple(range(replicas))}
 
 
 def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_that_waits() -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -69,6 +70,19 @@ def test_payloads_go_directly_and_nothing_is_said_to_somebody_else_at_the_addres
         for places in ([], [nowhere], [parse_address("nobody.invalid:1")], [Address("127.0.0.1", one.port)]):
             with pytest.raises(OSError, match="no direct connection"):
                 call(one.open_directly(other.node.peer_id, places))
+
+
+def test_who_was_away_is_reached_over_tcp_while_libp2p_does_not_dial_it(swarms: Swarms) -> None:
+    """Between its attempts are longer and longer pauses, so that one of those who had lost each other was left out."""
+    one, other = swarms.meet(2)
+    streams, entry = streams_of(one), one.entries()[1]
+    with mock.patch.object(Node, "open", mock.AsyncMock(side_effect=OSError("dial backoff"))):
+        address = streams.locate(entry)
+        _, writer = one.connections.call(one.connections.reach(address, entry.key))
+        assert streams.identity(writer) == str(other.address)
+        streams.locate(replace(entry, places=("127.0.0.1:1",)))
+        with pytest.raises(OSError, match=r"dial backoff; no direct connection to 127\.0\.0\.1:1"):
+            one.connections.call(one.connections.reach(address, entry.key))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

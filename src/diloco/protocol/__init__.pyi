@@ -31,6 +31,7 @@ from .round import judge_headers as judge_headers
 from .round import tally as tally
 from .rounds import MOST_SPOILT as MOST_SPOILT
 from .rules import Rules as Rules
+from .view_change import REDIAL as REDIAL
 from .view_change import ViewChange as ViewChange
 from .views import Views as Views
 from .wire import MAX_NAME as MAX_NAME

@@ -59,9 +59,12 @@ _DELAY = 1 / 8
 _SAME_JOINERS = 1 / _TICKS  # so long a proposer waits until all that report admit the same replicas
 _UNREPORTED = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
 _NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
+_REUNION = 7 / 12  # once one is back for whom a proposer has waited, it waits so long for all others that live
+REDIAL = _REUNION * _TURN  # times `silence_s`: within so long who waits dials each lost member again, and reaches it
 assert 2 * _DELAY <= _UNREPORTED
 assert _SAME_JOINERS < _UNREPORTED
 assert _UNREPORTED + 3 * _DELAY <= _NOT_HEARD < 1
+assert _REUNION + 3 * _DELAY <= 1
 
 
 class ViewChange:
@@ -388,7 +391,7 @@ class ViewChange:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
         broken = frozenset().union(*(report.lost for report in reports.values()))
-        if self._outbox.now_s - self._reunion_s < _UNREPORTED * self._turn_s and any(
+        if self._outbox.now_s - self._reunion_s < _REUNION * self._turn_s and any(
             not each.apart.isdisjoint(view.members) for each in reports.values()
         ):
             return  # the others are about to be back, too

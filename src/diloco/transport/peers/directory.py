@@ -21,7 +21,19 @@ from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
 from diloco.membership import View, names_of
-from diloco.protocol import Ask, Entry, Introduce, Over, Refused, WireMessage, Yielded, choose_founder, note, table_of
+from diloco.protocol import (
+    REDIAL,
+    Ask,
+    Entry,
+    Introduce,
+    Over,
+    Refused,
+    WireMessage,
+    Yielded,
+    choose_founder,
+    note,
+    table_of,
+)
 from diloco.protocol import Looking as Looking
 from diloco.protocol import Members as Members
 from diloco.transport.address import Address
@@ -34,6 +46,10 @@ _LEAST_S = 0.1
 _MOST_JOINERS = 32  # of which a joiner is told: a message has room for no more, if they are strangers
 _OVER_S = 2.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
+# Times `silence_s`, of who waits for lost members: the longest attempt to reach one, and the longest pause after that.
+# One that can be reached again at any moment is, at the latest by the second attempt.
+_DIAL, _PAUSE = 1 / 2, 1 / 8
+assert 2 * _DIAL + _PAUSE <= REDIAL
 
 
 @dataclass(frozen=True)
@@ -432,7 +448,9 @@ class Directory:
 
     async def _look_for_lost(self) -> None:
         """Look, again and again, for the members for whom a view change waits."""
-        views, pauses_s = self.transport.views, pauses(*self.pauses_s, seed=self.entry.address)
+        views, (first_s, longest_s) = self.transport.views, self.pauses_s
+        most_s = _PAUSE * self.transport.rules.silence_s
+        pauses_s = pauses(min(first_s, most_s), min(longest_s, most_s), seed=self.entry.address)
         while True:
             await asyncio.sleep(next(pauses_s))
             await few_at_once(self._dial_lost, self.transport.rules.ranks(sorted(views.missing)))
@@ -443,7 +461,7 @@ class Directory:
         with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
             if rank in connections.peers:  # a process that was started again, which is about to join
                 return
-            entry, wait_s = self.known[rank], self.transport.rules.silence_s
+            entry, wait_s = self.known[rank], _DIAL * self.transport.rules.silence_s
             try:
                 await within(wait_s, connections.dial(entry, process))
             except RefusedError:

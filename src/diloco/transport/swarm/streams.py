@@ -70,7 +70,8 @@ class PeerStreams(TcpStreams):
         super().__init__(self.credentials)
         self.place = place
         self.port = 0  # at which this peer accepts connections over TCP; 0: none
-        self._known: dict[str, tuple[str, ...]] = {}
+        # peer -> its multiaddresses, and its other addresses, for streams over TCP
+        self._known: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self.look_up_failure = ""  # why the last look-up in the DHT has failed; "": it has not
         self._relays: set[str] = set()  # peers of ``place.join`` that train nothing
         # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
@@ -94,11 +95,14 @@ class PeerStreams(TcpStreams):
 
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         """Remember addresses of a peer, in case the network does not find it by itself; of the last 4096 peers."""
-        if addresses := tuple(each for each in addresses if each.startswith("/")):
-            self._known.pop(peer_id, None)
-            self._known[peer_id] = addresses
-            if len(self._known) > _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
+        before, direct = self._known.pop(peer_id, ((), ())), tuple(each for each in addresses if each[:1] != "/")
+        others = tuple(each for each in addresses if each not in direct)
+        self._known[peer_id] = others or before[0], direct or before[1]
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def _known_of(self, peer_id: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self._known.get(peer_id, ((), ()))
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         self._node = await Node.start(self._identity, self.place)
@@ -116,7 +120,16 @@ class PeerStreams(TcpStreams):
         peer_id = address.host
         if not self.admits(peer_id):
             raise OSError(f"{peer_id} may not take part: it was ejected, or is not listed in network.allow")
-        reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
+        multiaddresses, direct = self._known_of(peer_id)
+        try:
+            reader, writer = await self.node.open(peer_id, multiaddresses)
+        except OSError as error:  # libp2p lets longer and longer pauses pass before it dials again who was away
+            if not (places := self.places_of(direct)):
+                raise
+            try:
+                return await self.open_directly(peer_id, places)
+            except OSError as other:
+                raise OSError(f"{error}; {other}") from error
         self._over_libp2p[writer] = peer_id, ""
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
@@ -139,7 +152,7 @@ class PeerStreams(TcpStreams):
         Raises:
             OSError, EOFError, TransportError: it does not answer there.
         """
-        stream = await self.node.open(peer_id, self._known.get(peer_id, ()), DOOR)
+        stream = await self.node.open(peer_id, self._known_of(peer_id)[0], DOOR)
         visit = await knock(stream, self.admission, self.me)
         if visit.is_relay:
             self._relays.add(peer_id)
@@ -239,10 +252,10 @@ class PeerStreams(TcpStreams):
         """Return where others can open streams over TCP to this peer, whose multiaddresses these are."""
         return tuple(str(Address(host, self.port)) for host in hosts_in(addresses)) if self.port else ()
 
-    def places_of(self, entry: Entry | None) -> list[Address]:
+    def places_of(self, texts: Sequence[str]) -> list[Address]:
         """Return where streams over TCP to a peer can be opened, as it says. What isn't an address is left out."""
         places = []
-        for each in entry.places if entry else ():
+        for each in texts:
             with contextlib.suppress(ConfigurationError):  # such as a multiaddress
                 places.append(parse_address(each))
         return places
@@ -371,7 +384,8 @@ class SwarmLinks(PeerLinks):
     async def open_stripe(self, peer: Peer) -> Stream:
         streams = self._streams
         if not peer.link.single:
-            places = streams.places_of(self.connections.entries.get(peer.rank))
+            entry = self.connections.entries.get(peer.rank)
+            places = streams.places_of(entry.places if entry else ())
             try:
                 return self.connections.keep(await streams.open_directly(peer.address.host, places))
             except OSError:
