@@ -1,5 +1,6 @@
 """The command line: help, error messages, exit codes, and modules that it must not import."""
 
+import errno
 import os
 import re
 import subprocess
@@ -122,10 +123,24 @@ def test_each_kind_of_error_has_its_exit_code_and_a_traceback_only_with_debug(
     assert ("Traceback" in capsys.readouterr().err) == (not isinstance(error, KeyboardInterrupt))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_a_sentence_wherever_it_is_met(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python names no file when a write fails, so it was taken for a fault of this package."""
+
+    def fail(arguments: Sequence[str]) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setitem(sys.modules, "diloco.cli.plan", types.SimpleNamespace(run_presets=fail))
+    assert main(["presets"]) == 1
+    assert capsys.readouterr().err == f"diloco: a file can't be written: {os.strerror(number)}.\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (f"train --resume {'x' * 300}", "config.toml can't be used: File name too long."),
+        (f"train --resume {'x' * 300}", "xxx can't be used: File name too long."),
         (f"train --init-from {'x' * 300}", "config.json can't be used: File name too long."),
         ("doctor a..b:1", "a..b:1: the name does not resolve: "),
         ("doctor --listen a..b:1", "can't listen on a..b at port 1: "),

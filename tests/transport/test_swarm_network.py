@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport import Address, Node, NodePlace, PeerStreams, join, load_identity, parse_address
 from tests.processes import Processes, receive, report
 from tests.transport import contract
@@ -182,3 +182,19 @@ def test_what_is_no_address_of_a_peer_is_refused_at_once(keys: Path, address: st
     places = (f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}", address.format(peer=identity.peer_id))
     with pytest.raises(ConfigurationError, match="is not the address of a peer"):
         asyncio.run(Node.start(identity, NodePlace(join=places)))
+
+
+def test_who_is_to_join_a_copy_of_itself_is_told_so(keys: Path) -> None:
+    """Before, it was told to copy the whole address, as the peer there was another one."""
+    identity, here = load_identity(keys / "1.key"), ("/ip4/127.0.0.1/tcp/0",)
+
+    async def joins() -> None:
+        first = await Node.start(identity, NodePlace(listen=here, map_ports=False))
+        try:
+            place = NodePlace(join=(await first.addresses())[:1], listen=here, map_ports=False)
+            with pytest.raises(RendezvousError, match=r"has this one's identity\. Was identity\.key copied\?"):
+                await Node.start(identity, place)
+        finally:
+            await first.close()
+
+    asyncio.run(joins())

@@ -1,5 +1,6 @@
 """The command `diloco`. Each subcommand is a module of this package that is imported when it is called."""
 
+import errno
 import hashlib
 import importlib
 import os
@@ -35,6 +36,7 @@ COMMANDS = {
 """Every command, with the module of its ``run_COMMAND(arguments) -> exit code``, and a description."""
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Python names no file in these
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"out of memory: {cause}. Use smaller batches, shorter sequences or a smaller model.", "error")
         return FAILED
     except OSError as error:
-        if error is not StandardOutput.failure and (DEBUG.get() or not error.filename):
+        if (what := _what_failed(error)) == "" or (DEBUG.get() and error is not StandardOutput.failure):
             raise
-        what = "the output cannot be written" if error is StandardOutput.failure else f"{error.filename} can't be used"
         if not isinstance(error, BrokenPipeError):  # a reader that has closed the pipe wants no more
             say(f"{what}: {error.strerror}.", "error")
         return FAILED
@@ -94,6 +95,15 @@ def _is_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Return whether there was too little memory; torch has a type of its own for that, but none on a CPU."""
     name = type(error).__name__
     return name in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def _what_failed(error: OSError) -> str:
+    """Return what the system has refused; "" if the error doesn't say."""
+    if error is StandardOutput.failure:
+        return "the output cannot be written"
+    if error.filename:
+        return f"{error.filename} can't be used"
+    return "a file can't be written" if error.errno in _FULL else ""
 
 
 def _said_already(message: str) -> bool:

@@ -120,7 +120,7 @@ class Node:
                     "it. HIVEMIND_LOGLEVEL=DEBUG shows its log."
                 ) from error
             if entrance:
-                raise RendezvousError(await _no_entrance(entrance, why)) from error
+                raise RendezvousError(await _no_entrance(entrance, why, identity.peer_id)) from error
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Change network.listen."
             ) from error
@@ -143,7 +143,7 @@ class Node:
             if not isinstance(error, Exception) or isinstance(error, TransportError):
                 raise
             # Hivemind raises plain RuntimeErrors and errors of libp2p
-            raise RendezvousError(await _no_entrance(entrance, in_short(error))) from error
+            raise RendezvousError(await _no_entrance(entrance, in_short(error), identity.peer_id)) from error
         return node
 
     async def enter(self) -> None:
@@ -371,14 +371,16 @@ def _check_entrance(address: str) -> None:
         ) from error
 
 
-async def _no_entrance(addresses: Sequence[str], why: str) -> str:
-    """Return why this peer can't enter the network through any of ``addresses``, as a connection to each tells."""
+async def _no_entrance(addresses: Sequence[str], why: str, me: str) -> str:
+    """Return why the peer ``me`` can't enter the network through any of ``addresses``, as connections to them tell."""
 
     async def examine(address: str) -> str:
         if not (place := _TCP.match(address)):
             return f"{address} has no host and TCP port. Give an address as the peer printed it"
         problem = await obstacle(place[1], int(place[2]), _PROBE_S)
         another = f"it is not the peer {peer_of(address)}; copy the whole address that it printed"
+        if peer_of(address) == me:
+            another = "the peer there has this one's identity. Was identity.key copied? Each replica needs its own"
         return f"{place[1]}:{place[2]}: {problem or another}"
 
     found = dict.fromkeys(await asyncio.gather(*map(examine, addresses)))
