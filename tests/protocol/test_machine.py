@@ -39,9 +39,11 @@ from diloco.protocol import (
     MessageError,
     RankLost,
     Received,
+    Refused,
     RoundVote,
     SiteMessage,
     Submitted,
+    Welcome,
     decode,
     encode,
     header_of,
@@ -257,6 +259,21 @@ def test_nobody_waits_before_it_is_known_what_has_become_of_all_whose_connection
     else:
         assert "smaller side" in machine.views.waiting
         assert machine.views.missing == {1, 2}
+
+
+@pytest.mark.parametrize("lost", [Disconnected(1), Connected(1, 9, "host:1", "another process")], ids=["ends", "new"])
+@pytest.mark.parametrize("welcome", [False, True])
+def test_who_asks_to_join_asks_again_at_once_if_an_answer_may_be_lost(lost: Event, welcome: bool) -> None:
+    machine = Machine(replace(RULES, rank=2))
+    for rank in (0, 1):
+        machine.handle(0.0, Connected(rank, rank + 1, f"host:{rank}", f"process {rank}"))
+    machine.handle(0.0, Begun(View(-1, (0, 1)), member=False))
+    machine.handle(0.0, Announced(Join(Entry(2, "host:2"))))
+    if welcome:
+        following = NextView(View(1, (0, 1, 2)), View(0, (0, 1)), 1, {})
+        assert machine.handle(0.1, Received(0, Welcome(following))).answers
+    answers = machine.handle(0.2, lost).answers
+    assert [type(answer) for answer, _ in answers] == ([] if welcome else [Refused])
 
 
 @pytest.mark.parametrize("survive", [False, True])

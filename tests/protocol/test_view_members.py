@@ -203,6 +203,25 @@ def test_who_is_let_in_and_does_not_hear_of_it_keeps_nobody_busy_and_is_told_aga
     assert 2 * len(going_on) > replicas
 
 
+@pytest.mark.parametrize("replicas", [3, 4, 7])
+def test_who_sees_the_new_process_of_a_member_goes_on_without_the_old_one_before_it_asks(replicas: int) -> None:
+    """A new process may take long to fetch the state; until it asks, it takes no part in rounds."""
+    network = simulated(replicas, Limits(ends=1, returns=1))
+    begin(network, *range(replicas))
+    network.end(1)
+    network.happen("returns", 1, 0, 0)
+    network[1].todo.clear()  # it does not ask yet
+    others = [number for number in range(replicas) if number != 1]
+    for number in others:
+        network[number].look()
+    settle(network)
+    assert {network[number].view.members for number in others} == {tuple(others)}
+    assert network[0].machine.rounds.reason.startswith("replica 1 was started again; replica 1 is lost")
+    network[1].ask_again()
+    finish(network)
+    assert {network[number].view.members for number in range(replicas)} == {tuple(range(replicas))}
+
+
 def test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing() -> None:
     """It may be a member of another view by the time at which the others would count."""
     network = simulated(3, Limits(machines=2, returns=2))

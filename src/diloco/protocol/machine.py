@@ -135,6 +135,7 @@ class Machine:
                 roster.disconnect(rank)
                 roster.in_doubt.add(rank)
                 self.said.forget(rank)
+                self._miss_answer(rank)
             case RankLost(rank, why, cause):
                 views.lose(rank, why, cause)
             case Received(sender, message):
@@ -181,11 +182,21 @@ class Machine:
                     views.hang_up_on_others()  # these continue: only the ranks of this replica are to stop
 
     def _connect(self, rank: int, connection: int, address: str, process: str) -> None:
-        views = self.views
+        views, member = self.views, self.roster.process(rank)
+        self._miss_answer(rank)
         if self.roster.connect(rank, connection, address, process, self._outbox.now_s):
             views.meet_again(rank)
-        elif views.waiting and views.change is not None and self.rules.replica_of(rank) in views.view.members:
+            return
+        if member and process:  # whether or not the new process asks this one
+            views.drop(rank, f"replica {self.rules.replica_of(rank)} was started again", "restarted")
+        if views.waiting and views.change is not None and self.rules.replica_of(rank) in views.view.members:
             views.change.tell(rank)
+
+    def _miss_answer(self, rank: int) -> None:
+        """Answer in the name of a rank that was asked, whose connection has ended: its own answer may be lost."""
+        if rank in self._asked and self._can_refuse(rank):
+            why = f"the connection to rank {rank}, which was asked, has ended"
+            self._outbox.effects.answers.append((Refused(why), dict(self.roster.connections)))
 
     def _announce(self, message: Announcement | SiteMessage | FactsMessage | Join) -> None:
         match message:
