@@ -21,7 +21,6 @@ from diloco.algorithm import (
     PLAIN_MEAN,
     Codec,
     MeanCodec,
-    Merge,
     Send,
     SyncSchedule,
     Uplink,
@@ -246,38 +245,16 @@ class SimulatedRound:
     waited_s: Floats  # the part of it for which the training loop stood still
 
 
+@dataclass(frozen=True)
 class Simulated:
-    """The measured part of a run, and the clocks and links of its replicas; arrays are by replica, ``(M,)``.
+    """The measured part of a run; arrays are by replica, ``(M,)``."""
 
-    Attributes:
-        steps: the number of measured inner steps.
-        merged: the rounds that were merged in them.
-        compute_s: the time spent computing.
-        waited_s: the time spent waiting for averages.
-        spent_s: the time spent on encoding, outer steps and merging (`Conditions`).
-        sent_bytes: the bytes of payload.
-    """
-
-    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
-        self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
-        others, latency_s = len(site.links) - 1, np.array([link.latency_s for link in site.links])
-        self._connections = max(1, others) * streams_to_each(others)
-        bandwidth = np.array([link.bandwidth_bits_per_s for link in site.links])
-        rates = self._conditions.carried_bits_per_s(bandwidth, 2 * latency_s, self._connections)
-        self._links = Links(rates, latency_s)
-        self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
-        self.steps, self.compute_s = len(computed_s) - 1, computed_s[-1]
-        self._earlier_s = self.waited_s = self.spent_s = self.sent_bytes = np.zeros(len(site.links))
-        self.merged: list[SimulatedRound] = []
-        # fragment -> end of encoding, commit; in the order of sending
-        self.in_flight: dict[int, tuple[Floats, Floats]] = {}
-
-    def measure_from(self, step: int) -> None:
-        """Begin the measured part after ``step``; before it is called, all steps are measured."""
-        self._earlier_s = self._earlier_s + self.waited_s + self.spent_s
-        self.steps, self.compute_s = len(self._computed_s) - 1 - step, self._computed_s[-1] - self._computed_s[step]
-        self.waited_s = self.spent_s = self.sent_bytes = np.zeros_like(self._earlier_s)
-        self.merged = []
+    steps: int  # the number of measured inner steps
+    compute_s: Floats  # the time spent computing
+    waited_s: Floats  # waiting for averages
+    spent_s: Floats  # on encoding, outer steps and merging (`Conditions`)
+    sent_bytes: Floats  # of payload
+    merged: list[SimulatedRound]  # the rounds that were merged in these steps
 
     @property
     def compute_utilization(self) -> float:
@@ -288,6 +265,38 @@ class Simulated:
     def wall_s(self) -> float:
         """The duration of the measured part for the slowest replica."""
         return float((self.compute_s + self.waited_s + self.spent_s).max())
+
+
+class _Run:
+    """The clocks and links of all replicas, and what they have waited and sent since the first step."""
+
+    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
+        self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
+        others, latency_s = len(site.links) - 1, np.array([link.latency_s for link in site.links])
+        self._connections = max(1, others) * streams_to_each(others)
+        bandwidth = np.array([link.bandwidth_bits_per_s for link in site.links])
+        rates = self._conditions.carried_bits_per_s(bandwidth, 2 * latency_s, self._connections)
+        self._links = Links(rates, latency_s)
+        self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
+        self._waited_s = self._spent_s = self._sent_bytes = np.zeros(len(site.links))
+        self._merged: list[SimulatedRound] = []
+        # fragment -> end of encoding, commit; in the order of sending
+        self._in_flight: dict[int, tuple[Floats, Floats]] = {}
+
+    def act(self, schedule: SyncSchedule, *, after: int, until: int) -> None:
+        """Send and merge the fragments that are due after each step between these two, the last one included."""
+        for step in schedule.busy_steps(until):
+            if step <= after:
+                continue
+            for action in schedule.actions(step):
+                if isinstance(action, Send):
+                    self._send(action.fragment, step)
+                else:
+                    self._merge(action.fragment, step)
+
+    def measured(self, step: int) -> Simulated:
+        """Return what has been measured since the first step, once all actions up to ``step`` have been taken."""
+        return Simulated(step, self._computed_s[step], self._waited_s, self._spent_s, self._sent_bytes, [*self._merged])
 
     def _overhead(self, parcel: Parcel) -> float:
         """Return the time that a round takes in addition to the transfer of its payload and a vote."""
@@ -302,34 +311,26 @@ class Simulated:
 
     def _now_s(self, step: int) -> Floats:
         """Return the clocks after ``step``, including the waits and the work recorded so far."""
-        clocks_s: Floats = self._computed_s[step] + self._earlier_s + self.waited_s + self.spent_s
+        clocks_s: Floats = self._computed_s[step] + self._waited_s + self._spent_s
         return clocks_s
 
-    def act(self, actions: Sequence[Send | Merge], step: int) -> None:
-        """Send and merge the fragments that are due after ``step``."""
-        for action in actions:
-            if isinstance(action, Send):
-                self.send(action.fragment, step)
-            else:
-                self.merge(action.fragment, step)
-
-    def send(self, fragment: int, step: int) -> None:
+    def _send(self, fragment: int, step: int) -> None:
         """Send a fragment after ``step``."""
         parcel = self._parcels[fragment]
-        self.spent_s = self.spent_s + self._conditions.send_s_per_value * parcel.numel
+        self._spent_s = self._spent_s + self._conditions.send_s_per_value * parcel.numel
         sent_at_s = parcel.send_s(self._now_s(step - 1), self._now_s(step), self._links.bandwidth_bits_per_s)
         committed_s = self._links.commit_s(sent_at_s, parcel.sent_bytes, parcel.received_bytes)
-        self.in_flight[fragment] = self._now_s(step), committed_s
-        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
+        self._in_flight[fragment] = self._now_s(step), committed_s
+        self._sent_bytes = self._sent_bytes + parcel.sent_bytes
 
-    def merge(self, fragment: int, step: int) -> None:
+    def _merge(self, fragment: int, step: int) -> None:
         """Merge the average of a fragment after ``step``, as soon as it is there."""
-        encoded_s, committed_s = self.in_flight.pop(fragment)
+        encoded_s, committed_s = self._in_flight.pop(fragment)
         average_s = committed_s + self._overhead_s[fragment]
         waited_s = np.maximum(0.0, average_s - self._now_s(step))
-        self.waited_s = self.waited_s + waited_s
-        self.spent_s = self.spent_s + self._conditions.merge_s_per_value * self._parcels[fragment].numel
-        self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
+        self._waited_s = self._waited_s + waited_s
+        self._spent_s = self._spent_s + self._conditions.merge_s_per_value * self._parcels[fragment].numel
+        self._merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
 
 
 def simulate(
@@ -357,14 +358,23 @@ def simulate(
     >>> simulate(schedule, diloco.parcels(2), two, steps=20).compute_utilization  # two rounds of 4 s
     0.714...
     """
-    run = Simulated(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
-    for begin, end in itertools.pairwise((0, measure_from, steps)):
-        if begin:
-            run.measure_from(begin)
-        for step in schedule.busy_steps(end):
-            if step > begin:
-                run.act(schedule.actions(step), step)
-    return run
+    run = _Run(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
+    run.act(schedule, after=0, until=measure_from)
+    warm_up = run.measured(measure_from)
+    run.act(schedule, after=measure_from, until=steps)
+    return _without(warm_up, run.measured(steps))
+
+
+def _without(warm_up: Simulated, whole: Simulated) -> Simulated:
+    """Return what was measured after the warm-up, in the rest of the ``whole`` run."""
+    return Simulated(
+        steps=whole.steps - warm_up.steps,
+        compute_s=whole.compute_s - warm_up.compute_s,
+        waited_s=whole.waited_s - warm_up.waited_s,
+        spent_s=whole.spent_s - warm_up.spent_s,
+        sent_bytes=whole.sent_bytes - warm_up.sent_bytes,
+        merged=whole.merged[len(warm_up.merged) :],
+    )
 
 
 def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> Floats:
