@@ -12,7 +12,7 @@ from diloco.config import RunPlan, plan_run
 from diloco.data import build_corpus
 from diloco.events import Event
 from diloco.model import with_vocabulary
-from diloco.train import Fleet, Session, make_transport, run_training
+from diloco.train import Fleet, MetFleet, MetSession, Session, make_transport, run_training
 from tests.command_lines import command_line
 from tests.runs import Listener, settings_of
 
@@ -50,6 +50,6 @@ def session_of(
     settings = settings_of(data, arguments)
     corpus = build_corpus(settings.data)
     settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
-    return Session(
-        settings, corpus, fleet or Fleet(make_transport(settings).endpoints), torch.device("cpu"), on_event, initial
-    )
+    fleet = fleet or Fleet(make_transport(settings).endpoints)
+    kind = MetSession if isinstance(fleet, MetFleet) else Session
+    return kind(settings, corpus, fleet, torch.device("cpu"), on_event, initial)

@@ -18,9 +18,9 @@ from diloco.model import DecoderSettings, build_model
 from diloco.train import (
     GradientAverager,
     InnerLoop,
+    MetSession,
     OptimizerSettings,
     ParallelModel,
-    Session,
     average_gradients,
     make_inner_optimizer,
 )
@@ -48,11 +48,11 @@ def test_who_asks_to_join_while_gradients_are_averaged_is_told_until_when(
     totals = SimpleNamespace(steps=steps, compute_s=40.0, exchange_s=10.0, sequences=0, missed_sequences=0)
     settings = SimpleNamespace(algorithm=algorithm, train=SimpleNamespace(data_parallel_steps=200))
     session = mock.Mock(averages_gradients=True, totals=totals, settings=settings)
-    Session.open_to_joiners(session)
+    MetSession.open_to_joiners(session)
     ((told,), _) = session.fleet.close_to_joiners.call_args
     assert told.startswith(words)
     session.averages_gradients = False
-    Session.open_to_joiners(session)
+    MetSession.open_to_joiners(session)
     session.fleet.close_to_joiners.assert_called_with("", for_good=mock.ANY)
 
 

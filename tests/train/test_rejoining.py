@@ -27,7 +27,7 @@ from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, RoundCommitted, ViewChanged
 from diloco.membership import GREATEST, View
 from diloco.protocol import Disconnected, Entry, Excluded, Looking, RankLost, Received, Rules
-from diloco.train import MetFleet, Swarm, find_beginning, follow_views, save_session
+from diloco.train import MetFleet, Swarm, find_beginning, save_session
 from diloco.transport import (
     Address,
     Admission,
@@ -205,11 +205,10 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.rejoin(LIMIT_S)
 
 
-def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet) -> None:
+def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet, data: Path) -> None:
     """It had stood still, and the others had ended since, so it searched for ever."""
     *others, fleet = meet(3)
-    session, stop = mock.MagicMock(fleet=fleet, replicas=[mock.MagicMock(diloco=None)]), mock.MagicMock(signal=None)
-    session.settings.network.start_timeout_s = 0.5
+    session, stop = session_of(data, "--replicas 3 --network.round-timeout 1s", fleet), mock.MagicMock(signal=None)
     views = fleet.transport.views
     parting = Excluded(GREATEST, "another process has taken its place")
     fleet.transport.connections.call_event(Received(0, parting), LIMIT_S)
@@ -217,7 +216,7 @@ def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet) -> N
     for each in others:
         each.transport.close()
     with pytest.raises(RendezvousError, match=r"^Another process has taken the place of replica 2: .* has searched"):
-        follow_views(session, stop, lambda event: None)
+        session.follow_views(stop)
 
 
 def test_nobody_founds_a_view_before_others_had_the_time_to_announce_themselves(meet: Meet) -> None:
@@ -359,7 +358,7 @@ class Peer:
         last, stop = None, mock.MagicMock(signal=None, interrupting=nullcontext)
         try:
             while last is None or self.session.totals.steps < last:
-                follow_views(self.session, stop, self._note)
+                self.session.follow_views(stop)
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
             self.fleet.finish(done=False)

@@ -26,7 +26,7 @@ from diloco.errors import (
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.outer import DiLoCo
 from diloco.signals import StopAsked
-from diloco.train import Fleet, MetFleet, RunSettings, Session, follow_views, make_transport, run_training
+from diloco.train import Fleet, MetFleet, RunSettings, Session, make_transport, run_training
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport, MeetingPlace
 from tests.command_lines import command_line
@@ -220,7 +220,7 @@ def test_who_is_stopped_while_it_adopts_a_state_keeps_all_of_its_own(data: Path)
         raise StopAsked
 
     with mock.patch.object(DiLoCo, "take_over", adopt_half):
-        follow_views(session, stop, lambda event: None)
+        session.follow_views(stop)
     assert session.replicas[0].diloco is None
     assert session.global_digest() == before
 

@@ -15,10 +15,11 @@ from .fleet import Swarm as Swarm
 from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer
-from .joining import OVER as OVER
 from .joining import find_beginning as find_beginning
-from .joining import follow_views as follow_views
 from .joining import held_step as held_step
+from .met_session import OVER as OVER
+from .met_session import MetSession as MetSession
+from .pace import DynamicSteps as DynamicSteps
 from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
@@ -29,7 +30,6 @@ from .processes import launch as launch
 from .processes import read_torchrun as read_torchrun
 from .processes import role_of as role_of
 from .processes import start_process as start_process
-from .replica import DynamicSteps as DynamicSteps
 from .replica import GradientAverager as GradientAverager
 from .replica import RandomState as RandomState
 from .replica import average_gradients as average_gradients

@@ -56,11 +56,9 @@ class Fleet:
     """
 
     elastic = False  # whether replicas come and go, each as it likes
-    begun = True  # whether there have been enough replicas to start training
     rejoins = False  # whether this process searches for the other replicas after losing them
     joining = False  # whether the others were already training when this process joined or rejoined
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
-    counted: tuple[int, int] = (0, 0)  # inner steps finished, and sequences of all replicas in them: told to who joins
 
     def __init__(
         self,
@@ -118,9 +116,6 @@ class Fleet:
         finally:
             self.close()
 
-    def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
-        """Refuse replicas that ask to join, giving ``reason``; "" admits them again. Here nobody can ask."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
         return self.transport.state_dict()
@@ -130,14 +125,6 @@ class Fleet:
         self.transport.load_state_dict(state)
 
     # Between two steps.
-
-    def take_findings(self) -> list[str]:
-        """Return sentences for the user about what has been found of the others since the last call."""
-        return []
-
-    def take_assignments(self) -> tuple[Assignment, ...]:
-        """Return the new data assignments since the last call, which follow when replicas join or leave."""
-        return ()
 
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
@@ -202,6 +189,9 @@ class Fleet:
 class MetFleet(Fleet):
     """One rank of one replica that has met the others at addresses, may lose them, and finds them again."""
 
+    begun = True  # whether there have been enough replicas to start training
+    counted: tuple[int, int] = (0, 0)  # inner steps finished, and sequences of all replicas in them: told to who joins
+
     def __init__(
         self,
         place: MeetingPlace,
@@ -235,6 +225,7 @@ class MetFleet(Fleet):
         self.directory, self.transports, self.joining = directory, [directory.transport], directory.joining
 
     def close_to_joiners(self, reason: str, *, for_good: bool = False) -> None:
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
         self.directory.transport.close_to_joiners(reason, for_good=for_good)
 
     def take_news(self) -> list[tuple[NextView, str, Cause]]:
@@ -244,8 +235,13 @@ class MetFleet(Fleet):
             return taken
 
     def take_findings(self) -> list[str]:
+        """Return sentences for the user about what has been found of the others since the last call."""
         findings = self.directory.findings
         return [findings.popleft() for _ in range(len(findings))]
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        """Return the new data assignments since the last call, which follow when replicas join or leave."""
+        return ()
 
     def details(self) -> dict[str, str]:
         return self.directory.details()

@@ -1,4 +1,4 @@
-"""One replica of a run: its random numbers, the averaging of its gradients, and the steps that it trains."""
+"""One replica of a run: its random numbers, and the averaging of its gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from diloco.algorithm import (
     Codec,
     Contribution,
     RoundId,
-    StepRate,
     collect_buffers,
     contribution_weight,
     flatten,
@@ -26,18 +25,14 @@ from diloco.algorithm import (
     local_shard,
     persistent_buffers,
     restore_buffers_,
-    steps_to_train,
     trainable_parameters,
-    trains_at,
     unflatten_,
 )
 from diloco.data import Batches
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
-from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
-from diloco.train.fleet import MetFleet
 from diloco.train.inner import InnerLoop
 from diloco.transport import Pending, ReplicaGroup, Transport
 
@@ -271,53 +266,3 @@ class Replica:
     def model(self) -> LanguageModel:
         """The model that it trains."""
         return self.inner.model
-
-
-class DynamicSteps:
-    """The scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others (DyLU).
-
-    A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
-    rounds and data continue as on every other replica.
-    """
-
-    def __init__(self, replica: int, inner_steps: int, others: MetFleet) -> None:
-        self._replica = replica
-        self._inner_steps = inner_steps
-        self._others = others
-        self._rate = StepRate()
-        self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
-
-    def trains(self, step: int, replica: int | None = None) -> bool:
-        """Return whether this replica, or another one, trains scheduled step ``step`` (counted from 0)."""
-        return trains_at(step, self.steps_of(self._replica if replica is None else replica), self._inner_steps)
-
-    def members_training(self, step: int, *, trained: bool) -> int:
-        """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
-        others = {*self._others.transport.view.members} - {self._replica}
-        return trained + sum(self.trains(step, member) for member in others)
-
-    @property
-    def fraction(self) -> float:
-        """The fraction of the scheduled steps that this replica trains now."""
-        return self.steps_of(self._replica) / self._inner_steps
-
-    def trained(self, compute_s: float) -> None:
-        """Record a trained step that took ``compute_s`` seconds of pure compute."""
-        self._rate.add(compute_s)
-
-    def announce(self, step: int) -> None:
-        """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
-        speed, view = self._rate.steps_per_s, self._others.transport.view
-        if speed is None:
-            return
-        if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
-            self._announced = step, view
-            self._others.directory.transport.announce_speed(speed)
-            self._others.place.note(pace=self.fraction)
-
-    def steps_of(self, replica: int) -> int:
-        """Return how many of H scheduled steps a member trains, as far as this replica knows."""
-        known = dict(self._others.directory.transport.speeds())
-        if (mine := self._rate.steps_per_s) is not None:
-            known[self._replica] = mine
-        return steps_to_train(replica, known, self._inner_steps)

@@ -37,8 +37,9 @@ from diloco.model import GENERATION_NAME, LanguageModel, check_vocabulary, gener
 from diloco.private_files import make_private_folder
 from diloco.signals import StopRequest
 from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
-from diloco.train.fleet import Fleet
-from diloco.train.joining import OTHERS, find_beginning, follow_views
+from diloco.train.fleet import Fleet, MetFleet
+from diloco.train.joining import OTHERS, find_beginning
+from diloco.train.met_session import MetSession
 from diloco.train.own_tokenizer import States, agree_on_tokenizer, is_of_founder
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
@@ -121,7 +122,8 @@ def run_training(
         if corpus is None:
             corpus, beside = agree_on_tokenizer(settings, fleet)
             mine = facts()
-        session = Session(settings, corpus, fleet, device, emit, initial, mine, beside)
+        kind = MetSession if isinstance(fleet, MetFleet) else Session
+        session = kind(settings, corpus, fleet, device, emit, initial, mine, beside)
         at_end.callback(session.close)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session)
@@ -237,7 +239,7 @@ class _Run:
 
         while self.step < last:
             try:
-                follow_views(self.session, stop, self.emit)
+                self.session.follow_views(stop)
             except TransportError:
                 self._save(wait=True)
                 raise
@@ -430,7 +432,7 @@ class _Run:
             "compute_utilization": session.compute_utilization(),
             "wall_s": totals.wall_s,
             "tokens_per_s": tokens / spent_s if spent_s else None,
-            "model_flops_utilization": session.flops_utilization(spent_s, taken) if session.pace is None else None,
+            "model_flops_utilization": session.flops_utilization(spent_s, taken) if not session.pace.skips else None,
             "rounds_committed": first.rounds_committed if first else 0,
             "rounds_void": first.rounds_void if first else 0,
             "global_params_digest": session.global_digest(),

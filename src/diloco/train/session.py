@@ -15,16 +15,17 @@ from diloco.algorithm import digest_tensors, make_codec
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus, Drawing
 from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
-from diloco.errors import RoundVoidError, TransportError
+from diloco.errors import RoundVoidError
 from diloco.events import Event, Note, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo, check_arguments, complete
+from diloco.signals import StopRequest
 from diloco.train.description import outer_arguments
-from diloco.train.fleet import Fleet, MetFleet
+from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.pace import EveryStep
 from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica import (
-    DynamicSteps,
     GradientAverager,
     RandomState,
     Replica,
@@ -36,7 +37,6 @@ from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 from diloco.transport import Transport
-from diloco.units import format_duration
 
 
 @dataclass
@@ -89,9 +89,7 @@ class Session:
         self.replicas: list[Replica] = []
         for transport in fleet.transports:
             self.replicas.append(self._make_replica(transport, initial))
-        self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
-        if settings.network.straggler == "dynamic" and isinstance(fleet, MetFleet):
-            self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
+        self.pace = EveryStep()  # chooses the scheduled steps to train
         self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
@@ -108,17 +106,16 @@ class Session:
         begun = any(replica.diloco for replica in self.replicas)
         return self.settings.algorithm == "data-parallel" or (self.totals.steps < shared_start and not begun)
 
+    @property
+    def may_lose_others(self) -> bool:
+        """Whether this process goes on after losing the other replicas."""
+        return False
+
     def open_to_joiners(self) -> None:
-        """Admit joining replicas, unless the replicas average gradients at every step."""
-        self.fleet.counted = self.totals.steps, self.totals.sequences + self.totals.missed_sequences
-        why, steps = "", self.settings.train.data_parallel_steps
-        if self.averages_gradients and self.settings.algorithm == "data-parallel":
-            why = "the replicas average gradients at every step, and only DiLoCo and Streaming DiLoCo can be joined"
-        elif self.averages_gradients:
-            spent_s, left = self.totals.compute_s + self.totals.exchange_s, steps - self.totals.steps
-            about = f", in about {format_duration(left * spent_s / self.totals.steps)}" if self.totals.steps else ""
-            why = f"the replicas are in their shared start; others join after step {steps}{about}"
-        self.fleet.close_to_joiners(why, for_good=self.settings.algorithm == "data-parallel")
+        """Admit joining replicas, unless the replicas average gradients at every step. Here nobody can join."""
+
+    def follow_views(self, stop: StopRequest) -> None:
+        """Follow the members that come and go since the last step. Here all stay."""
 
     def step(self, look: Callable[[], None] = lambda: None) -> StepFinished:
         """Run one scheduled inner step of every replica, ``look`` at it, and run the synchronisation that is due then.
@@ -126,10 +123,9 @@ class Session:
         A step that `DynamicSteps` skips only advances the schedule; loss and norm are those of the last trained step.
         """
         started_s = time.perf_counter()
-        step, pace = self.totals.steps, None if self.averages_gradients else self.pace
-        for assignment in () if self.settings.data.local else self.fleet.take_assignments():
-            self.replicas[0].sampler.assign(assignment)
-        trained, averaging_s = pace is None or not self._inner or pace.trains(step), 0.0
+        step, pace = self.totals.steps, EveryStep() if self.averages_gradients else self.pace
+        self._divide_data()
+        trained, averaging_s = not self._inner or pace.trains(step), 0.0
         if trained:
             averaging_s = self._train(step)
         elif not self.settings.data.local:  # nobody else could draw the batch
@@ -137,10 +133,8 @@ class Session:
                 replica.sampler.skip_batch()
         self.totals.shared_start_steps += self.averages_gradients and self.settings.algorithm != "data-parallel"
         self.totals.most_members = max(self.totals.most_members, self.fleet.num_members)
-        self.totals.steps += 1
-        members = pace.members_training(step, trained=trained) if pace else self.fleet.num_members
-        self.totals.sequences += members * self.settings.train.batch_size
-        self.fleet.counted = self.totals.steps, self.totals.sequences + self.totals.missed_sequences
+        members = pace.num_training(step, self.fleet.transport.view.members, trained=trained)
+        self._count_step(members)
         stepped_s = time.perf_counter()
         look()
         looked_s = time.perf_counter()
@@ -156,10 +150,9 @@ class Session:
         self.totals.exchange_s += averaging_s + finished_s - looked_s
         if self.averages_gradients:
             self.open_to_joiners()  # once the shared start has ended, which takes less time from step to step
-        if pace is not None:
-            if trained:
-                pace.trained(compute_s)
-            pace.announce(self.totals.steps)
+        if trained:
+            pace.trained(compute_s)
+        pace.announce(self.totals.steps)
         sent_bytes, received_bytes = self.traffic()
         step_s = time.perf_counter() - started_s - (looked_s - stepped_s)
         return StepFinished(
@@ -178,7 +171,7 @@ class Session:
             compute_utilization=self.compute_utilization(),
             skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
             trained=trained,
-            pace=pace.fraction if pace else 1.0,
+            pace=pace.fraction,
             epoch=self.epoch,
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
@@ -196,9 +189,8 @@ class Session:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of the run; of a swarm, the most that have trained at once."""
-        network = self.settings.network
-        return self.totals.most_members or self.fleet.num_members if network.elastic else network.replicas
+        """The number of replicas of the run."""
+        return self.settings.network.replicas
 
     @property
     def sequences_per_step(self) -> int:
@@ -229,24 +221,17 @@ class Session:
         return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
 
     def agree_on_weights(self) -> None:
-        """Go on with the weights of the first replica if any has others, where replicas in several processes begin.
-
-        A swarm does so only in its shared start, in which nobody joins: it then knows who takes part.
-        """
+        """Go on with the weights of the first replica if any has others, where replicas in several processes begin."""
         fleet, first = self.fleet, self.replicas[0]
-        if len(fleet.local) == fleet.num_members or (fleet.elastic and not (fleet.begun and self.averages_gradients)):
+        if len(fleet.local) == fleet.num_members:
             return
         try:
             transport, step = first.gradients.transport, self.totals.steps
             words = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step, self.at_home)
         except RoundVoidError as error:
             words = f"{error} So it isn't known whether all replicas have the same weights."
-        except TransportError:
-            if not fleet.rejoins:
-                raise
-            words = ""  # the loss is reported at the next step
         if words:
-            self._emit(Note(step=0, text=words))
+            self._note(words)
             if first.diloco is not None:  # its global parameters are the earlier weights
                 first.diloco = None
                 self.begin_diloco(first)
@@ -271,7 +256,6 @@ class Session:
             )
             replica.diloco.recovery.begun_after = self.totals.steps
             replica.diloco.recovery.beside = self._beside
-            self.fleet.close_to_joiners("")
         return replica.diloco
 
     def end_shared_start(self) -> None:
@@ -329,6 +313,14 @@ class Session:
         sent = sum(each.sent_bytes for each in transports) // len(transports)
         return sent, sum(each.received_bytes for each in transports) // len(transports)
 
+    def _divide_data(self) -> None:
+        """Take over how the data is divided among the members since the last step. Here that never changes."""
+
+    def _count_step(self, members: int) -> None:
+        """Count a step that so many members have trained."""
+        self.totals.steps += 1
+        self.totals.sequences += members * self.settings.train.batch_size
+
     def _train(self, step: int) -> float:
         """Train inner step ``step`` on every replica and return the seconds spent averaging gradients."""
         losses, averaging_s = [], 0.0
@@ -345,7 +337,7 @@ class Session:
         else:
             computed_s = time.perf_counter()
             may_skip = self.replicas[0].inner.scaler.is_enabled()
-            may_lose = self.fleet.rejoins and self.settings.algorithm != "data-parallel"
+            may_lose = self.may_lose_others and self.settings.algorithm != "data-parallel"
             keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
             self.agreed_step = step + 1 if averaging and keep else self.agreed_step
@@ -442,3 +434,6 @@ class Session:
             sent = diloco.schedule.sent_at(event.fragment, event.outer_step)
             self.agreed_step = max(self.agreed_step, sent + diloco.recovery.begun_after)
         self.on_event(replace(event, step=self.totals.steps))
+
+    def _note(self, text: str) -> None:
+        self._emit(Note(step=0, text=text))
