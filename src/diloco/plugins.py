@@ -229,7 +229,9 @@ def call(
     if inspect.isclass(result):
         lack = "is a class and not its instance"
     elif getattr(kind, "_is_protocol", False):
-        methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
+        methods = (
+            name for name, member in vars(kind).items() if inspect.isfunction(member) and not name.startswith("_")
+        )
         lack = next((f"has no method {name}" for name in methods if not callable(getattr(result, name, None))), "")
     elif not isinstance(result, kind):
         lack = f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"

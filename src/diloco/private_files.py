@@ -139,7 +139,7 @@ def make_private_folder(path: Path) -> None:
     Raises:
         OSError: It can't be created, or there is a file of this name.
     """
-    for missing in reversed([each for each in path.parents if not each.exists()]):
+    for missing in reversed([parent for parent in path.parents if not parent.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 

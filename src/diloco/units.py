@@ -75,9 +75,11 @@ _WRITTEN = "\xa0\u2009\u200a\u202f\u3000\u200c\u200d"
 def _escaped(text: str, but: str = "") -> str:
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
-    )
+    shown = []
+    for character in text:
+        is_shown = character.isprintable() or character in but
+        shown.append(character if is_shown else character.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
 _MAX_CELL = 10_000  # characters; a cell is one line, so that no text can pose as another
@@ -117,9 +119,9 @@ def facts_table(facts: Mapping[str, str]) -> str:
     model     150m
     replicas  4
     """
-    cells = {visible(name): visible(words, _MAX_CELL) for name, words in facts.items()}
+    cells = {visible(name): visible(fact, _MAX_CELL) for name, fact in facts.items()}
     width = max(map(len, cells), default=0)
-    return "\n".join(f"{name:{width}}  {words}" for name, words in cells.items())
+    return "\n".join(f"{name:{width}}  {fact}" for name, fact in cells.items())
 
 
 def perplexity(loss: float) -> float:
@@ -199,9 +201,11 @@ def format_rate(bits_per_s: float) -> str:
     >>> [format_rate(rate) for rate in (512, 94.3e6, 1e9, 1.25e12)]
     ['512 bit/s', '94.3 Mbit/s', '1 Gbit/s', '1.25 Tbit/s']
     """
-    units = {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 0.0}
-    unit, size = next(each for each in units.items() if bits_per_s >= 0.9995 * each[1] or not each[1])
-    return f"{bits_per_s / (size or 1):.3g} {unit}"
+    units = {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3}
+    for unit, size in units.items():
+        if bits_per_s >= 0.9995 * size:
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s:.3g} bit/s"
 
 
 if TYPE_CHECKING:

@@ -105,12 +105,12 @@ class _ToStderr(logging.Handler):
         say(self.format(record), level, **getattr(record, "fields", {}))
 
 
-def say(words: str, level: str = "info", **fields: Any) -> None:
+def say(message: str, level: str = "info", **fields: Any) -> None:
     """Print a message of a command on standard error: as ``diloco: ...``, or as a JSON object with ``fields``."""
-    line = f"diloco: {words}"
+    line = f"diloco: {message}"
     if _ToStderr.as_json:
         time_utc = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = json.dumps({"time": time_utc, "level": level, "message": words, **fields})
+        line = json.dumps({"time": time_utc, "level": level, "message": message, **fields})
     # tqdm.write prints a line above a download's progress bars; another thread may be importing it just now
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     (bars.write if bars else print)(f"{line}\n", file=sys.stderr, end="")  # in one piece, as other threads print too
@@ -150,8 +150,8 @@ def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterat
 
 
 @contextmanager
-def fetching(place: str) -> Iterator[None]:
-    """Report the enclosed block as a wait for ``place`` of the Hugging Face hub, unless that is an existing path."""
-    here = Path(place).expanduser().exists()
-    with nullcontext() if here else waiting_for(lambda: f"{place} from the Hugging Face hub"):
+def fetching(name: str) -> Iterator[None]:
+    """Report the enclosed block as a wait for ``name`` of the Hugging Face hub, unless that is an existing path."""
+    here = Path(name).expanduser().exists()
+    with nullcontext() if here else waiting_for(lambda: f"{name} from the Hugging Face hub"):
         yield

@@ -113,7 +113,7 @@ def check_range(name: str, value: Any, hint: Any) -> None:
     """
     if value is None:
         return
-    for mark in (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Meta)):
+    for mark in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Meta)):
         for number in value if isinstance(value, tuple) else (value,):
             whole = int in (hint.__origin__, *get_args(hint.__origin__))
             check_number(name, number, ge=mark.ge, gt=mark.gt, le=mark.le, lt=mark.lt, whole=whole)

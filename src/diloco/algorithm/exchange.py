@@ -170,8 +170,8 @@ def plan_exchange(
     """
     plans: list[Exchange] = []
     late_s: list[float] = []
-    for each in mean_codecs(mean, num_replicas, codec):
-        plans.append(_cheaper(codec, each, numel, num_replicas, extra_bytes, whole=whole, uplinks=uplinks))
+    for candidate in mean_codecs(mean, num_replicas, codec):
+        plans.append(_cheaper(codec, candidate, numel, num_replicas, extra_bytes, whole=whole, uplinks=uplinks))
         late_s.append(max((link.late_s(sent) for link, sent in zip(uplinks, plans[-1].sent, strict=False)), default=0))
         if late_s[-1] == 0:
             break
@@ -250,10 +250,10 @@ def _speeds(uplinks: Sequence[Uplink]) -> list[float]:
 
     One whose uplink was never full is among the fastest.
     """
-    if not any(each.full and each.bits_per_s for each in uplinks):
+    if not any(uplink.full and uplink.bits_per_s for uplink in uplinks):
         return []
-    fastest = float(max(each.bits_per_s for each in uplinks))
-    return [float(each.bits_per_s) if each.full and each.bits_per_s else fastest for each in uplinks]
+    fastest = float(max(uplink.bits_per_s for uplink in uplinks))
+    return [float(uplink.bits_per_s) if uplink.full and uplink.bits_per_s else fastest for uplink in uplinks]
 
 
 def _owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float) -> list[float]:

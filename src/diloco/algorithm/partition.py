@@ -99,7 +99,9 @@ def names_at_home(model: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
     ('0.bias', '1.weight', '1.bias')
     """
     parts = [parts] if isinstance(parts, str) else parts
-    named: list[tuple[str, Tensor]] = [(name, each) for name, each in all_parameters(model) if each.requires_grad]
+    named: list[tuple[str, Tensor]] = [
+        (name, parameter) for name, parameter in all_parameters(model) if parameter.requires_grad
+    ]
     trainable = {id(parameter) for _, parameter in named}
     named += all_buffers(model)
     kept = set[str]()

@@ -11,6 +11,7 @@ here in float64 by elementwise additions of halves.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -142,7 +143,7 @@ class Contribution:
     @property
     def layout(self) -> tuple[int | None, ...]:
         """The sizes that all contributions to a round must share, in the order of `_KINDS`."""
-        return self.numel, *(None if each is None else each.numel() for each in (self.buffers, self.integers))
+        return self.numel, *(None if part is None else part.numel() for part in (self.buffers, self.integers))
 
     def checked(self) -> Contribution:
         """Return the contribution, withdrawn if its payload is none."""
@@ -249,7 +250,7 @@ def judge(
         if why := _refusal(contributions[replica], layout):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
-    refused = tuple(each for each in ordered if each in reasons and not contributions[each].withdrawn)
+    refused = tuple(replica for replica in ordered if replica in reasons and not contributions[replica].withdrawn)
     reason = "; ".join(reasons[replica] for replica in sorted(reasons))
     if len(usable) < min_contributors:
         few = f"{len(usable)} of {len(members)} contributions are usable, {min_contributors} are needed: {reason}"
@@ -268,27 +269,32 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
     Raises:
         CodecError: if the mean is not finite or too large. The error names the replica that contributed most to it.
     """
-    ordered = {each.replica: each for each in sorted(contributions, key=lambda each: each.replica)}
+    ordered = dict[int, Contribution]()
+    for contribution in sorted(contributions, key=operator.attrgetter("replica")):
+        ordered[contribution.replica] = contribution
     first = next(iter(ordered.values()))
     numel = first.numel
     weights = bounded_weights(
-        {m: each.weight for m, each in ordered.items()}, {m: each.base_weight for m, each in ordered.items()}
+        {m: contribution.weight for m, contribution in ordered.items()},
+        {m: contribution.base_weight for m, contribution in ordered.items()},
     )
     total = sum(weights.values())
 
     def decoded() -> Iterable[tuple[int, Tensor]]:
-        return ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
+        return ((m, contribution.codec.decode(contribution.payload, numel)) for m, contribution in ordered.items())
 
     factors = scale_factors(first.max_norm, decoded())
-    addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
+    addends: dict[int, tuple[Codec, Tensor, float]] = {}
+    for m, contribution in ordered.items():
+        addends[m] = contribution.codec, contribution.payload, weights[m] * factors.get(m, 1.0)
     if first.average_rule is None:
         values = empty(numel, torch.float32, first.payload.device)
         mean_into_(values, addends.values(), total)
     else:
-        pairs = ((weights[m], each.mul_(factors.get(m, 1.0))) for m, each in decoded())
+        pairs = ((weights[m], values.mul_(factors.get(m, 1.0))) for m, values in decoded())
         values = first.average_rule.combine(pairs, first.tensors).contiguous()
     check_mean(values, addends)
-    buffers = {m: each.buffers for m, each in ordered.items() if each.buffers is not None}
+    buffers = {m: contribution.buffers for m, contribution in ordered.items() if contribution.buffers is not None}
     return Mean(
         values=values,
         contributors=tuple(ordered),

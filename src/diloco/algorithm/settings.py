@@ -76,7 +76,10 @@ class Registry:
             return call(self.key, name, kind=_load(self.base), arguments=arguments, offered=offered)
         make = _load(self.known[name])
         offered = {key: value for key, value in offered.items() if takes(make, key)}
-        known = [*(each for each in inspect.signature(make).parameters if each not in offered), *self.also]
+        known = [
+            *(parameter for parameter in inspect.signature(make).parameters if parameter not in offered),
+            *self.also,
+        ]
         for argument in arguments:
             if argument not in known:
                 hint = nearest(argument, known) if known else "it has none."

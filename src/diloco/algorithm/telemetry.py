@@ -39,7 +39,7 @@ def measured_outer_step(
     optimizer.update(mean, state, values)
     zero = torch.zeros_like(delta)  # its cosines are undefined
     others = [before.sub_(_sample(values)), zero if last is None else last, zero if momentum is None else momentum]
-    dots = [delta.dot(delta), *(delta.dot(each) for each in others), *(each.dot(each) for each in others[1:])]
+    dots = [delta.dot(delta), *(delta.dot(other) for other in others), *(other.dot(other) for other in others[1:])]
     squares = [piece.dot(piece) for piece in torch.split(mean, _PIECE)]
     numbers = torch.stack([*dots, *squares]).tolist()  # waits for the device once
     square, moved, with_last, with_momentum, of_last, of_momentum = numbers[: len(dots)]

@@ -56,7 +56,7 @@ def all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     reshard(model)
     named = list[tuple[str, nn.Parameter]]()
     for prefix, module in _modules(model):
-        named += [(prefix + name, each) for name, each in module._parameters.items() if each is not None]
+        named += [(prefix + name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
     return named
 
 
@@ -242,7 +242,7 @@ def check_buffers(model: nn.Module) -> None:
 def buffer_layout(model: nn.Module, at_home: Collection[str] = ()) -> list[str]:
     """Return the name, shape and dtype of each persistent buffer, without those ``at_home``, as text."""
     buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if name not in at_home}
-    return [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in buffers.items()]
+    return [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
 
 
 def collect_buffers(model: nn.Module, at_home: Collection[str] = ()) -> tuple[Tensor | None, Tensor | None]:

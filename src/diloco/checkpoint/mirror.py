@@ -116,7 +116,7 @@ class _Place:
             listing = self.store.find("", detail=True)
         except FileNotFoundError:
             return {}
-        return {name.lstrip("/"): each["size"] for name, each in listing.items() if each["type"] == "file"}
+        return {name.lstrip("/"): entry["size"] for name, entry in listing.items() if entry["type"] == "file"}
 
     def uploads(self) -> dict[str, list[_Upload]]:
         """Return all uploads by replica, the newest first."""
@@ -172,8 +172,8 @@ class _Place:
 
     def lost_files(self, uploads: Mapping[str, list[_Upload]]) -> bool:
         """Return whether an upload is not whole although its manifest, which is uploaded last, is there."""
-        manifests = [(each, self._manifest(each)) for group in uploads.values() for each in group]
-        return any(manifest and not _has_all_files(each, manifest) for each, manifest in manifests)
+        manifests = [(upload, self._manifest(upload)) for group in uploads.values() for upload in group]
+        return any(manifest and not _has_all_files(upload, manifest) for upload, manifest in manifests)
 
     def _manifest(self, upload: _Upload) -> Manifest | None:
         if not upload.sizes.get(MANIFEST):
@@ -228,8 +228,8 @@ class Mirror:
         with place.reached("written to"):
             for manifest in filter(None, map(place.read, place.uploads().get(self._replica, []))):
                 there = manifest.about.get("identity", {})
-                if there and (words := diff(there, identity, place.url, "this run", (*LASTING, "seed"))):
-                    raise ConfigurationError(f"{words}. Use another place.")
+                if there and (difference := diff(there, identity, place.url, "this run", (*LASTING, "seed"))):
+                    raise ConfigurationError(f"{difference}. Use another place.")
                 break
             for written in (False, True):  # the first listing may be empty because nothing may be listed
                 uploads = place.uploads()
@@ -240,7 +240,7 @@ class Mirror:
                     place.store.pipe_file(writer, self._writer)
                 elif writer not in place.sizes():
                     raise CheckpointError(f"{place.url} does not list what was written to it, so it can't be used.")
-            self._number = max((each.number for each in place.uploads().get(self._replica, [])), default=0)
+            self._number = max((upload.number for upload in place.uploads().get(self._replica, [])), default=0)
 
     def offer(self, path: Path) -> None:
         """Upload the complete checkpoint ``path`` after the one that is being uploaded, in place of one that waits.
@@ -276,8 +276,10 @@ class Mirror:
         folder = f"{self._below}checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
         try:
             try:
-                home = [each for each in self._home.iterdir() if _COPIED.fullmatch(each.name) and each.is_file()]
-                files = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
+                home = [entry for entry in self._home.iterdir() if _COPIED.fullmatch(entry.name) and entry.is_file()]
+                files = {f"{_HOME}{entry.name}": entry for entry in home} | {
+                    entry.name: entry for entry in path.iterdir()
+                }
             except OSError as error:
                 raise CheckpointError(f"It can't be read: {error}.") from error
             # a small one first, as it shows the other replicas which step they have to keep
@@ -338,7 +340,7 @@ def _kept(whole: _Whole, uploads: Mapping[str, list[_Upload]], replica: str, kee
         kept += mine[-1:]  # the first one, which shows that the run has never had a step that all have
     for other, group in uploads.items():
         if other != replica and group and group[0] not in [upload for upload, _ in whole[other]]:
-            kept += [each for each in mine if each.name == group[0].name][:1]  # it is being uploaded
+            kept += [upload for upload in mine if upload.name == group[0].name][:1]  # it is being uploaded
     return {upload.folder for upload in kept}
 
 
@@ -369,7 +371,7 @@ def fetch_run(
     place = _Place(url)
     with place.reached("read"), waiting_for(lambda: f"a checkpoint from {url}"):
         uploads = place.uploads()
-        if not any(MANIFEST in each.sizes for group in uploads.values() for each in group):
+        if not any(MANIFEST in upload.sizes for group in uploads.values() for upload in group):
             return False
         damaged: dict[str, str] = {}  # folder of an upload -> what is wrong with it
         while True:

@@ -70,10 +70,10 @@ def run_doctor(arguments: Sequence[str]) -> int:
     findings = {
         peer: asyncio.run(examine(address, num_bytes, options.timeout, secret)) for peer, address in addresses.items()
     }
-    rows, failed = [], {peer: each.problem for peer, each in findings.items() if each.problem}
-    for peer, each in findings.items():
-        rates = format_rate(each.up_bits_per_s), format_rate(each.down_bits_per_s)
-        figures = ("FAILED", "-", "-", "-") if each.problem else ("ok", f"{1000 * each.latency_s:.1f} ms", *rates)
+    rows, failed = [], {peer: finding.problem for peer, finding in findings.items() if finding.problem}
+    for peer, finding in findings.items():
+        rates = format_rate(finding.up_bits_per_s), format_rate(finding.down_bits_per_s)
+        figures = ("FAILED", "-", "-", "-") if finding.problem else ("ok", f"{1000 * finding.latency_s:.1f} ms", *rates)
         rows.append([peer, *figures])
     print(columns(["peer", "status", "round trip", "to peer", "from peer"], rows))
     for peer, problem in failed.items():

@@ -118,8 +118,8 @@ def run_plan(arguments: Sequence[str]) -> int:
     nearest = {} if options.parameters is None else {"preset": _nearest_preset(options.parameters)}
     emulated = any(name.startswith("emulate.") for name in asked_values(replace(line, values=of_run)))
     defaults = nearest if emulated else BETWEEN_SITES | nearest  # only a run in one process emulates links
-    asked = compose_for_model(replace(line, values=of_run, defaults=defaults))
-    settings, model, sizes = _model(options, asked)
+    configuration = compose_for_model(replace(line, values=of_run, defaults=defaults))
+    settings, model, sizes = _model(options, configuration)
     if line.print_config:
         print(to_toml(settings))
         return 0
@@ -136,18 +136,25 @@ def _nearest_preset(parameters: str) -> str:
     return min(PRESETS, key=lambda name: abs(math.log(PRESETS[name].parameters / number)))
 
 
-def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
+def _model(
+    options: PlanSettings, configuration: Configuration
+) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
     from diloco.data import corpus_vocabulary_size
     from diloco.model import check_vocabulary
     from diloco.plan import fragment_sizes
     from diloco.train import make_fragments, outline, replica_bytes, resolve
 
-    if asked.network.elastic and asked.network.run is None:
-        asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
-    emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
+    if configuration.network.elastic and configuration.network.run is None:
+        configuration = replace(
+            configuration, network=replace(configuration.network, run="plan")
+        )  # a plan needs no name for its swarm
+    emulate, configuration = (
+        configuration.emulate,
+        replace(configuration, emulate=EmulateSettings()),
+    )  # which only some transports may have
     if options.parameters is not None:
-        if asked.sync.at_home:
+        if configuration.sync.at_home:
             raise ConfigurationError(
                 "sync.arguments.average.at_home names parameters of a model, of which --parameters only gives the "
                 "number. Use --preset or --model instead of one of the two."
@@ -155,18 +162,20 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         total = round(parse(options.parameters, "--parameters", COUNT))
         facts: dict[str, Any] = {"flops_per_token": 6.0 * total}
         nearest = PRESETS[_nearest_preset(options.parameters)]
-        settings = resolve(asked, num_layers=nearest.model.layers if asked.sync.num_fragments is None else None)
+        settings = resolve(
+            configuration, num_layers=nearest.model.layers if configuration.sync.num_fragments is None else None
+        )
         number = settings.sync.num_fragments or 1
         sizes = fragment_sizes(total, number, number)
     else:
-        here = tuple(path for path in asked.data.paths if Path(path).expanduser().exists())
-        size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
-        built = outline(asked, size)
+        here = tuple(path for path in configuration.data.paths if Path(path).expanduser().exists())
+        size = configuration.model.vocab_size or corpus_vocabulary_size(replace(configuration.data, paths=here))
+        built = outline(configuration, size)
         check_vocabulary(built, size)
         total = built.num_parameters()
         facts = {"layers": built.num_layers, "vocabulary": built.vocab_size}
-        asked = replace(asked, model=with_vocabulary(asked.model, size))
-        settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
+        configuration = replace(configuration, model=with_vocabulary(configuration.model, size))
+        settings = resolve(configuration, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
         facts |= {"trained": built.num_trained()}
         facts["flops_per_token"] = built.flops_per_token(settings.train.sequence_length)
         sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))

@@ -150,8 +150,8 @@ async def _show_peers(options: StatusOptions) -> int:
             else:
                 as_json = msgspec.json.format(msgspec.json.encode(reports)).decode() if options.json else ""
                 print(as_json or _table(reports), flush=True)
-                for words in _remarks(reports, options.run):
-                    say(words, "warning")
+                for remark in _remarks(reports, options.run):
+                    say(remark, "warning")
                 if options.every is None:
                     return 0 if any(report.status for report in reports) else 1
             await asyncio.sleep(options.every)
@@ -189,16 +189,16 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
 def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     from diloco.transport import absences
 
-    for each, absent in zip(reports, absences(reports), strict=True):
+    for report, absent in zip(reports, absences(reports), strict=True):
         reasons = {
-            "finished": f"replica {each.number} has finished the run and exited",
-            "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
-            "joining": f"replica {each.number} is looking for the members to join them, or has ended while it did",
-            "refuses": f"it answers, but {each.objection}",
-            "no answer": each.problem.partition("\n")[0],
+            "finished": f"replica {report.number} has finished the run and exited",
+            "gone": f"replica {report.number} is no longer a member: it left or was lost, and the others continued",
+            "joining": f"replica {report.number} is looking for the members to join them, or has ended while it did",
+            "refuses": f"it answers, but {report.objection}",
+            "no answer": report.problem.partition("\n")[0],
         }
-        if absent and each.problem:
-            yield f"{each.peer_id}: {reasons[absent]}"
+        if absent and report.problem:
+            yield f"{report.peer_id}: {reasons[absent]}"
     states = {
         (report.status.round, report.status.digest) for report in reports if report.status and report.status.digest
     }
@@ -248,13 +248,13 @@ def run_watch(arguments: Sequence[str]) -> int:
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
 
     def data(**more: float) -> bytes:
-        return page_data([each.run for each in (*folders, swarm) if each], time.time(), **more)
+        return page_data([followed.run for followed in (*folders, swarm) if followed], time.time(), **more)
 
     async def follow(server: PageServer | None) -> None:
         """Keep the page up to date; without a server, read everything once."""
         async with options.open_client() if swarm else contextlib.nullcontext() as client:
             while True:
-                more = any([each.read() for each in folders])
+                more = any([folder.read() for folder in folders])
                 if swarm and client and not more:
                     try:
                         swarm.take(await client.ask(swarm.since), time.time())
@@ -291,9 +291,9 @@ def _listening(host: str, port: int | None) -> PageServer:
     from diloco.watch import PageServer
 
     ports = [*range(8500, 8520), 0] if port is None else [port]
-    for each in ports:
+    for candidate in ports:
         try:
-            return PageServer(host, each)
+            return PageServer(host, candidate)
         except (OSError, OverflowError) as error:
             failure = error
     raise ConfigurationError(f"can't listen at {host}:{ports[0]} ({failure}). Choose another --port or --host.")

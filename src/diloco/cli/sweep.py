@@ -55,18 +55,18 @@ def run_sweep(arguments: Sequence[str]) -> int:
         return table(rows)
 
     with contextlib.nullcontext() if given.dry_run else lock_folder(given.out) as lock:
-        rest = [each for each in runs if each.summary(folder) is None]
+        rest = [run for run in runs if run.summary(folder) is None]
         print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done")
         if given.dry_run:
-            print("\n".join(f"  {'to do' if each in rest else 'done '}  {each.name}" for each in runs))
+            print("\n".join(f"  {'to do' if run in rest else 'done '}  {run.name}" for run in runs))
             return 0
         folder.mkdir(exist_ok=True)
-        for each, error in run_all(rest, folder, places(given.jobs), lock):
+        for run, error in run_all(rest, folder, places(given.jobs), lock):
             if error is None:
-                print(f"  start  {each.name}", flush=True)
+                print(f"  start  {run.name}", flush=True)
                 continue
-            print(f"  {'failed' if error else 'done  '} {each.name}", flush=True)
-            errors[each.plan.record] = error
+            print(f"  {'failed' if error else 'done  '} {run.name}", flush=True)
+            errors[run.plan.record] = error
             save()
         print(save())
     return 1 if any(errors.values()) else 0

@@ -242,16 +242,16 @@ def run_finetune(arguments: Sequence[str]) -> int:
     if "train.steps" not in values:
         from diloco.data import build_corpus
 
-        asked = compose_for_model(line)
-        if asked.data.local:
+        configuration = compose_for_model(line)
+        if configuration.data.local:
             raise ConfigurationError(
                 "With data.local=True the replicas have different numbers of conversations, and all need the same "
                 "--steps. Give it in place of --epochs."
             )
-        corpus = build_corpus(asked.data, length := asked.train.sequence_length)
+        corpus = build_corpus(configuration.data, length := configuration.train.sequence_length)
         rows = corpus.train.num_windows(length)
-        batch_size = values.setdefault("train.batch_size", _usual_batch(asked, rows))
-        sequences = batch_size * asked.network.replicas
+        batch_size = values.setdefault("train.batch_size", _usual_batch(configuration, rows))
+        sequences = batch_size * configuration.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
         values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
@@ -262,9 +262,9 @@ def _is_model(folder: Path) -> bool:
     return (folder.expanduser() / "config.json").is_file()
 
 
-def _usual_batch(asked: Configuration, rows: int) -> int:
+def _usual_batch(configuration: Configuration, rows: int) -> int:
     """Return the preset's batch size, or less if there are fewer rows: one that is twice in a step teaches no more."""
-    train, network = asked.train, asked.network
+    train, network = configuration.train, configuration.network
     smallest = max(network.replica_size, train.gradient_accumulation)
     size = max(smallest, min(train.batch_size, rows // network.replicas))
     return math.ceil(size / train.gradient_accumulation) * train.gradient_accumulation
@@ -349,7 +349,7 @@ def _train_peer(plan: RunPlan, role: Role, folder: Path) -> int:
         assert isinstance(fleet, Swarm), "only a peer of a swarm starts like this"
         fleets.append(fleet)
         known = fleet.directory.listens_at()
-        addresses = " ".join([each for each in known if not each.startswith("/ip4/127.")] or known)
+        addresses = " ".join([address for address in known if not address.startswith("/ip4/127.")] or known)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
         secret += " --data FOLDER" if settings.data.local else ""  # their own
         nowhere = "nobody can join here yet: forward a port, or --join a `diloco relay` and wait for 3 minutes"

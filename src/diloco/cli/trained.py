@@ -311,8 +311,8 @@ def run_export(arguments: Sequence[str]) -> int:
                 f"{options.path} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
             )
         if not adapts and (options.merge or options.to == "adapter"):
-            asked = "--merge" if options.merge else "--to adapter"
-            raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
+            flag = "--merge" if options.merge else "--to adapter"
+            raise ConfigurationError(f"{options.path} has no adapters, so {flag} has no effect. Leave it out.")
         if options.merge and options.to != "hf":
             raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
         card = ""

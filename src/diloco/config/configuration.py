@@ -170,17 +170,17 @@ def layered(values: Values, *layers: Mapping[str, Any]) -> Values:
         values = dict(values)
         for (table, entry), name in _NAMED_BY.items():
             if layer.get(name, values[name]) != values[name]:
-                values[table] = {key: each for key, each in values[table].items() if entry and key != entry}
+                values[table] = {key: argument for key, argument in values[table].items() if entry and key != entry}
         for name, value in layer.items():
             values[name] = merge(values.get(name), value)
     return values
 
 
-def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
+def preset_values(name: str, above: Mapping[str, Any] = {}) -> Values:
     """Return every key that preset ``name`` sets.
 
     Args:
-        asked: the values in the layers above, such as the number of steps.
+        above: the values in the layers above, such as the number of steps.
 
     >>> preset_values("tiny")["train.data_parallel_steps"]
     200
@@ -193,9 +193,9 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
     tables = read_tables(Path(__file__).with_name("presets.toml"))
     values: Values = {"preset": name} | typed_values(tables[name], RunSettings, name)
     if preset is None:
-        return values | _finetune_values(asked)
+        return values | _finetune_values(above)
     own = values["train.steps"]
-    steps = asked.get("train.steps", own)
+    steps = above.get("train.steps", own)
     values |= {
         "train.steps": steps,
         "train.sequence_length": preset.sequence_length,
@@ -203,44 +203,44 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         "optimizer.warmup_steps": min(values["optimizer.warmup_steps"], steps // 4),
         "model.arguments": preset.model.arguments(),
     }
-    without_start, over_links = tables.get(f"{name}-without-start"), _transport(asked).meets
-    average = asked.get("sync.arguments", {}).get("average")
+    without_start, over_links = tables.get(f"{name}-without-start"), _transport(above).meets
+    average = above.get("sync.arguments", {}).get("average")
     at_home = average.get("at_home") if isinstance(average, Mapping) else None  # what is no table is refused later
-    if without_start is not None and (over_links or at_home) and "train.data_parallel_steps" not in asked:
+    if without_start is not None and (over_links or at_home) and "train.data_parallel_steps" not in above:
         values |= typed_values(without_start, RunSettings, name)
-        rounds = steps // max(1, asked.get("sync.inner_steps", values["sync.inner_steps"]))
+        rounds = steps // max(1, above.get("sync.inner_steps", values["sync.inner_steps"]))
         rising = {"outer": {"momentum_warmup": rounds * 2 // 3}}
         values |= {"train.data_parallel_steps": 0, "sync.arguments": rising}
     return values if preset.model.vocab_size is None else values | {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
 
 
-def _transport(asked: Mapping[str, Any]) -> TransportTraits:
-    return TRANSPORTS[asked.get("network.transport", NetworkSettings.transport)]
+def _transport(values: Mapping[str, Any]) -> TransportTraits:
+    return TRANSPORTS[values.get("network.transport", NetworkSettings.transport)]
 
 
-def _finetune_values(asked: Mapping[str, Any]) -> Values:
+def _finetune_values(above: Mapping[str, Any]) -> Values:
     """Return what follows from the number of steps, the model and its adapters.
 
     Nesterov momentum mu makes the outer step `1 / (1 - mu)` times as long. It takes about that many rounds to build up
     and as many to decay, so a short run overshoots. Without momentum and with a learning rate of 1, the global
     parameters become the mean of the local ones.
     """
-    steps = asked.get("train.steps", 10)
-    inner_steps = asked.get("sync.inner_steps", min(20, max(1, steps // 10)))
+    steps = above.get("train.steps", 10)
+    inner_steps = above.get("sync.inner_steps", min(20, max(1, steps // 10)))
     values: Values = {
         "train.steps": steps,
         "train.sequence_length": _LONGEST,
         "sync.inner_steps": inner_steps,
         "optimizer.warmup_steps": min(100, steps // 20),
     }
-    if not any(key.startswith("sync.outer") for key in asked) and "outer" not in asked.get("sync.arguments", {}):
+    if not any(key.startswith("sync.outer") for key in above) and "outer" not in above.get("sync.arguments", {}):
         short = {"sync.outer": "sgd", "sync.outer_learning_rate": 1.0}
         long = {"sync.outer": "nesterov", "sync.outer_learning_rate": 0.7, "sync.outer_momentum": 0.6}
         values |= short if steps < _SHORT_RUN_ROUNDS * inner_steps else long
-    if asked.get("model.lora_rank") == 0:  # all weights are trained
+    if above.get("model.lora_rank") == 0:  # all weights are trained
         values["optimizer.learning_rate"] = 2e-5
-    if asked.get("model.source") is not None and _transport(asked).elastic:
-        values["network.run"] = f"finetune-{ModelSettings(source=asked['model.source']).label}"
+    if above.get("model.source") is not None and _transport(above).elastic:
+        values["network.run"] = f"finetune-{ModelSettings(source=above['model.source']).label}"
     return values
 
 

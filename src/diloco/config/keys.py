@@ -107,7 +107,7 @@ def _keys(settings_type: Any) -> dict[str, Key]:
             name=field.name,
             annotation=annotation,
             default=field.default if factory is dataclasses.MISSING else factory(),
-            owner=next(each for each in settings_type.__mro__ if field.name in vars(each).get("__annotations__", {})),
+            owner=next(base for base in settings_type.__mro__ if field.name in vars(base).get("__annotations__", {})),
             kind=kind,
             aliases=tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()),
             metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
@@ -319,7 +319,7 @@ def in_toml(value: Any) -> str:
             raise ConfigurationError(f"{shown} is not text in UTF-8, which the run's settings must be. {ways}")
         # A JSON string is a TOML basic string, but does not escape all that is not shown.
         quoted = json.dumps(text, ensure_ascii=False)
-        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
+        return "".join(character if character.isprintable() else f"\\U{ord(character):08x}" for character in quoted)
     return UNSET if value is None else str(value).lower()
 
 

@@ -60,13 +60,13 @@ def plan_run(line: CommandLine) -> RunPlan:
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
         return _plan_resumed(line, Path(resume))
-    asked = _with_absolute_paths(compose_for_model(line))
-    if asked.checkpoint.resume is not None:
+    configuration = _with_absolute_paths(compose_for_model(line))
+    if (resume := configuration.checkpoint.resume) is not None:
         raise ConfigurationError(
-            f"checkpoint.resume={asked.checkpoint.resume!r} cannot be set in {line.file}: a resumed run takes its "
-            f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
+            f"checkpoint.resume={resume!r} cannot be set in {line.file}: a resumed run takes its settings from its own "
+            f"folder. Use `{command_text('train', flags={'--resume': resume})}`."
         )
-    resolved = _resolved(asked)
+    resolved = _resolved(configuration)
     told = (*_note_on_tokenizer(resolved), *notes(resolved))
     return RunPlan(configuration=resolved, record=_record(resolved), source=None, notes=told)
 
@@ -92,28 +92,28 @@ def _tokenizer_file(name: str) -> str | bytes:
 
 def compose_for_model(line: CommandLine) -> Configuration:
     """Return what `compose` does, with the longest sequence of the model where the default would be longer."""
-    asked = compose(line)
+    configuration = compose(line)
     if "train.sequence_length" in asked_values(line):
-        return asked
-    _, longest = _layers_and_length(asked)
-    length = min(asked.train.sequence_length, longest)
-    return dataclasses.replace(asked, train=dataclasses.replace(asked.train, sequence_length=length))
+        return configuration
+    _, longest = _layers_and_length(configuration)
+    length = min(configuration.train.sequence_length, longest)
+    return dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, sequence_length=length))
 
 
-def _layers_and_length(asked: Configuration) -> tuple[int, int]:
+def _layers_and_length(configuration: Configuration) -> tuple[int, int]:
     """Return the number of layers and the longest sequence of the model."""
-    if asked.model.source is None:
-        model = asked.model.decoder
+    if configuration.model.source is None:
+        model = configuration.model.decoder
         return model.layers, model.max_sequence_length
     from diloco.train import outline
 
-    built = outline(asked, 1024)  # without parameters; layers and positions don't depend on the vocabulary
+    built = outline(configuration, 1024)  # without parameters; layers and positions don't depend on the vocabulary
     return built.num_layers, built.max_sequence_length
 
 
-def _resolved(asked: Configuration) -> Configuration:
-    layers, longest = _layers_and_length(asked)
-    resolved = resolve(asked, num_layers=layers, max_sequence_length=longest)
+def _resolved(configuration: Configuration) -> Configuration:
+    layers, longest = _layers_and_length(configuration)
+    resolved = resolve(configuration, num_layers=layers, max_sequence_length=longest)
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_components
 

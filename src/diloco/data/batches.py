@@ -137,7 +137,9 @@ class Shares(msgspec.Struct, frozen=True):
         """Return the assignments that a member's sampler needs, in the order in which they begin."""
         reserved = [kept for kept in self.aside if kept[0].members == (member,)][-1:]
         begins = reserved[0][1] if reserved else 0  # after a rejoin, only the new ones
-        shared = [each for each in self.chain if member in each.members and each.from_step >= begins]
+        shared = [
+            assignment for assignment in self.chain if member in assignment.members and assignment.from_step >= begins
+        ]
         return (*(assignment for assignment, _ in reserved), *shared)
 
 
@@ -277,9 +279,9 @@ class Batches(ABC):
     def load_state_dict(self, state: Cursor) -> None:
         """Continue after the batch after which ``state`` was saved; raise `CheckpointError` if it is of other data."""
         mine = {name: self._origin.get(name, state.get(name, "a value")) for name in self.state_dict()}
-        if words := diff(state, mine, "the data cursor", "this run", mine):
+        if difference := diff(state, mine, "the data cursor", "this run", mine):
             raise CheckpointError(
-                f"{words}. It works only with the data and settings with which it was saved. It was not loaded."
+                f"{difference}. It works only with the data and settings with which it was saved. It was not loaded."
             )
         self._restore(state)
 

@@ -80,9 +80,9 @@ def chat_rows(
     counts: Counter[str] = Counter()
     keys: list[float] = []
     kept: list[tuple[float, Example]] = []
-    for key, place, record in _records(settings):
+    for key, where, record in _records(settings):
         keys.append(key)
-        if (example := _example_at(place, tokenizer, record, length, counts)) is not None:
+        if (example := _example_at(where, tokenizer, record, length, counts)) is not None:
             kept.append((key, example))
     changes = ((counts[name], note) for name, note in _NOTES.items())
     notes = [f"{count:,} {note.format(length=length)}" for count, note in changes if count]
@@ -109,12 +109,12 @@ def heldout_rows(
     heldout: list[Example] = []
     kept: list[bool] = []  # of each conversation that was tokenised: whether the hash holds it out
     counts: Counter[str] = Counter()
-    for key, place, record in _records(settings):
+    for key, where, record in _records(settings):
         keys.append(key)
         is_heldout = key < fraction
         if not is_heldout and False in kept:
             continue  # one of the others is enough, to show that something is left to train on
-        if (example := _example_at(place, tokenizer, record, length, counts)) is not None:
+        if (example := _example_at(where, tokenizer, record, length, counts)) is not None:
             kept.append(is_heldout)
             heldout += [example] if is_heldout else []
     if everything and not heldout:
@@ -146,19 +146,19 @@ def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: Tokeni
 
 def _records(settings: DataSettings) -> Iterator[tuple[float, str, Any]]:
     """Yield the key, place and content of each record."""
-    for place, record in Source(settings).rows():
+    for where, record in Source(settings).rows():
         try:
-            yield document_key(json.dumps(record, sort_keys=True, default=str)), place, record
+            yield document_key(json.dumps(record, sort_keys=True, default=str)), where, record
         except RecursionError as error:
-            raise DataError(f"{place}: it is nested too deeply.") from error
+            raise DataError(f"{where}: it is nested too deeply.") from error
 
 
-def _example_at(place: str, tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:
+def _example_at(where: str, tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:
     try:
         return _example(tokenizer, record, length, counts)
     except (DataError, RecursionError) as error:
         why = error if isinstance(error, DataError) else "it is nested too deeply."
-        raise DataError(f"{place}: {why}") from error
+        raise DataError(f"{where}: {why}") from error
 
 
 def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:
@@ -258,12 +258,12 @@ def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free space, row number), ascending
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        place = bisect_left(room, (sizes[number], -1))
-        if place == len(room):
+        index = bisect_left(room, (sizes[number], -1))
+        if index == len(room):
             rows.append([])
             free, row = length, len(rows) - 1
         else:
-            free, row = room.pop(place)
+            free, row = room.pop(index)
         rows[row].append(number)
         if free > sizes[number]:
             insort(room, (free - sizes[number], row))
@@ -441,11 +441,11 @@ class ChatTokenizer(Tokenizer):
         eos = library.eos_token or stored_end(tokenizer_folder(place))
         super().__init__(library.backend_tokenizer.to_str(), eos=eos, source=place)
         library.eos_token = self._eos
-        self._library, self._place = library, place
+        self._library = library
         if (template := template_file(format)) is not None:
             library.chat_template = _read_template(template, format)
-            words = re.findall(r"<\|\w+\|>", library.chat_template) if format in TEMPLATES else []
-            if missing := {*words} - library.get_vocab().keys():
+            spelled = re.findall(r"<\|\w+\|>", library.chat_template) if format in TEMPLATES else []
+            if missing := {*spelled} - library.get_vocab().keys():
                 raise ConfigurationError(
                     f"{place} has no token {min(missing)}, which data.format={format} needs: a text could spell it. "
                     "Use --data.format plain, which needs no tokens of its own."
@@ -500,7 +500,7 @@ class ChatTokenizer(Tokenizer):
 
         A text may also write only a part of it, and the template the rest.
         """
-        text = checked_text("\n".join(_texts([messages, tools])), self._place, "conversation")
+        text = checked_text("\n".join(_texts([messages, tools])), self._source, "conversation")
         encoded = self._library.backend_tokenizer.encode(text, add_special_tokens=False)
         written = [index for index in encoded.ids if index in self._control]
         separators = self._library.convert_ids_to_tokens(sorted(self._separators))
@@ -532,7 +532,7 @@ class ChatTokenizer(Tokenizer):
         before, bytes_before = self._text_alone(prompt)
         tokens, byte_counts = self._text_alone(prompt + completion)
         if tokens[: len(before)].tolist() != before.tolist():  # a token crosses the border
-            after, bytes_after = (each[len(self.encode("")) :] for each in self._text_alone(completion))
+            after, bytes_after = (array[len(self.encode("")) :] for array in self._text_alone(completion))
             tokens, byte_counts = np.append(before, after), np.append(bytes_before, bytes_after)
         begin, end = self.begin_prompt, self.end_document
         tokens = np.concatenate([begin, tokens, end]).astype(self.dtype)
@@ -589,7 +589,7 @@ class ChatTokenizer(Tokenizer):
                 counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
             elif number == answers[-1]:
                 raise DataError(
-                    f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
+                    f"The chat template of {self._source} does not render an answer after the prompt for it, so the "
                     f"tokens to learn can't be found. The conversation begins with {whole[:60]!r}. Give a template "
                     "with {% generation %} (--data.format FILE.jinja)."
                 )
@@ -638,7 +638,7 @@ class ChatTokenizer(Tokenizer):
         """Return the template, of several the one that the library takes; it shows one date, whatever the day is."""
         if not self._library.chat_template:
             raise DataError(
-                f"{self._place} has no chat template, which messages need. Choose one: --data.format plain works with "
+                f"{self._source} has no chat template, which messages need. Choose one: --data.format plain works with "
                 f"every tokenizer, {' and '.join(sorted({*TEMPLATES} - {'plain'}))} with those that have its tokens, "
                 "FILE.jinja is one of your own."
             )
@@ -647,7 +647,7 @@ class ChatTokenizer(Tokenizer):
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, answer_next: bool = False) -> str:
         text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
-        return checked_text(text, self._place, "conversation")  # a role may hold what isn't text
+        return checked_text(text, self._source, "conversation")  # a role may hold what isn't text
 
     def _applied(self, messages: Sequence[Message], tools: Tools, **how: Any) -> Any:
         template = self._template_for(tools)
@@ -658,12 +658,12 @@ class ChatTokenizer(Tokenizer):
         except Exception as error:  # Jinja's errors, and whatever a template raises
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
-                f"The chat template of {self._place} refused a conversation with the roles {roles:.300}: "
+                f"The chat template of {self._source} refused a conversation with the roles {roles:.300}: "
                 f"{str(error).rstrip('.'):.300}."
             ) from error
 
     def _rendered(self, template: str, messages: Sequence[Message], **how: Any) -> Any:
-        with limited(f"The chat template of {self._place} (or of --data.format)", MAX_RENDER_S, MAX_RENDER_BYTES):
+        with limited(f"The chat template of {self._source} (or of --data.format)", MAX_RENDER_S, MAX_RENDER_BYTES):
             return self._library.apply_chat_template(messages, chat_template=template, **how)
 
 

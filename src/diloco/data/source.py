@@ -76,8 +76,8 @@ class Source:
         self.settings, self._has_nulls = settings, False
         self.parts: list[File | StandardLibrary | DataSet] = [] if settings.paths else [StandardLibrary()]
         suffixes = RECORD_SUFFIXES if settings.chat else RECORD_SUFFIXES | DOCUMENT_SUFFIXES
-        for place in settings.paths:
-            self.parts += [_data_set(place, settings)] if place.startswith(HUB_PREFIX) else _files(place, suffixes)
+        for path in settings.paths:
+            self.parts += [_data_set(path, settings)] if path.startswith(HUB_PREFIX) else _files(path, suffixes)
         if settings.streaming and len(self.parts) > 1 and any(isinstance(part, DataSet) for part in self.parts):
             raise ConfigurationError(
                 f"data.streaming reads files or one data set, got {', '.join(settings.paths)}. Give one of them, or "
@@ -107,7 +107,7 @@ class Source:
         if empty:
             raise NoDataError(f"{', '.join(self.settings.paths) or 'the standard library'} holds no text.")
 
-    def text(self, place: str, content: Any) -> str:
+    def text(self, where: str, content: Any) -> str:
         """Return the text of a row; an empty one isn't a document."""
         field = self.settings.text_field
         if isinstance(content, str):
@@ -115,16 +115,16 @@ class Source:
         if field not in content:
             if content.keys() & {"messages", "completion"}:
                 raise DataError(
-                    f"{place} is a conversation and has no field {field!r} (data.text_field). `diloco finetune` learns "
+                    f"{where} is a conversation and has no field {field!r} (data.text_field). `diloco finetune` learns "
                     "conversations, and `diloco evaluate` measures its runs on them."
                 )
-            raise DataError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
+            raise DataError(f"{where} has no field {field!r} (data.text_field); {nearest(field, content)}")
         if content[field] is None:
             if not self._has_nulls:
                 self._has_nulls = True
-                warn_once(f"{place}: the field {field!r} is null. Such records are left out, as empty ones are.")
+                warn_once(f"{where}: the field {field!r} is null. Such records are left out, as empty ones are.")
             return ""
-        return checked_text(content[field], place, field)
+        return checked_text(content[field], where, field)
 
     def stream(self) -> Any:
         """Return a new ``datasets.IterableDataset`` of the records, which can be continued from a state."""
@@ -151,7 +151,7 @@ def _texts(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[
         yield from ({source.settings.text_field: source.text(*row)} for row in part.rows())
 
 
-def checked_text(value: Any, place: str, field: str) -> str:
+def checked_text(value: Any, where: str, field: str) -> str:
     """Return ``value`` if it can be a document; raise `DataError` if it is not text, too long, or not valid UTF-8."""
     try:
         size = len(value.encode("utf-8"))
@@ -159,10 +159,10 @@ def checked_text(value: Any, place: str, field: str) -> str:
         what = "null" if value is None else type(value).__name__
         if isinstance(value, str):
             what = "half of a surrogate pair"
-        raise DataError(f"{place}: the field {field!r} holds {what}, not text.") from error
+        raise DataError(f"{where}: the field {field!r} holds {what}, not text.") from error
     if size > MAX_RECORD_BYTES:
         raise DataError(
-            f"{place}: the field {field!r} holds {format_bytes(size)}, but a document of a record has at most "
+            f"{where}: the field {field!r} holds {format_bytes(size)}, but a document of a record has at most "
             f"{format_bytes(MAX_RECORD_BYTES)}. Divide it into several."
         )
     return str(value)
@@ -212,21 +212,21 @@ class DataSet:
             yield from ((f"{self.name}, row {number}", row) for number, row in enumerate(self.all_rows))
 
 
-def _data_set(place: str, settings: DataSettings) -> DataSet:
+def _data_set(name: str, settings: DataSettings) -> DataSet:
     """Open ``hf:NAME[/CONFIG][:SPLIT]``, of the hub or a local folder; nothing is read yet."""
-    path, _, split = place.removeprefix(HUB_PREFIX).partition(":")
+    path, _, split = name.removeprefix(HUB_PREFIX).partition(":")
     folder, config = Path(path).expanduser(), None
     if not path or not folder.exists():
         parts = path.split("/")
         if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
             raise ConfigurationError(
-                f"{place!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, "
+                f"{name!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, "
                 "nor an existing folder."
             )
         path, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-    with from_extra("hf", f"{place} needs datasets"):
+    with from_extra("hf", f"{name} needs datasets"):
         import datasets
-    with as_data_error(place, FROM_HUB):
+    with as_data_error(name, FROM_HUB):
         files: list[str] = []
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
@@ -249,7 +249,7 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
         if rows.column_names is not None and not settings.chat:  # unknown for some streams
             rows = rows.select_columns([settings.text_field])
         streams = settings.streaming and isinstance(rows, datasets.Dataset)
-        return DataSet(place, rows.to_iterable_dataset() if streams else rows, files)
+        return DataSet(name, rows.to_iterable_dataset() if streams else rows, files)
 
 
 class StandardLibrary:
@@ -401,9 +401,9 @@ def _read_document(file: Any, name: str) -> Iterator[Row]:
     yield name, text
 
 
-def _not_utf8(place: str, error: UnicodeDecodeError) -> DataError:
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     return DataError(
-        f"{place} cannot be read as UTF-8: {error}. Convert a text of another encoding (iconv -f latin1 -t utf-8); "
+        f"{where} cannot be read as UTF-8: {error}. Convert a text of another encoding (iconv -f latin1 -t utf-8); "
         "leave out what is not text."
     )
 
@@ -484,10 +484,10 @@ def _read_parquet(file: Any, name: str) -> Iterator[Row]:
     yield from ((f"{name}, row {number}", row) for number, row in enumerate(rows))
 
 
-def _record(place: str, value: Any) -> Row:
+def _record(where: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise DataError(f"{place} must be a JSON object with the fields of a record, got a {type(value).__name__}.")
-    return place, value
+        raise DataError(f"{where} must be a JSON object with the fields of a record, got a {type(value).__name__}.")
+    return where, value
 
 
 _READ: dict[str, Callable[[Any, str], Iterator[Row]]] = {

@@ -84,8 +84,8 @@ class Probe:
         is_learned = ends <= learned
         calls_ends, calls_begins = self._of_calls(ends)
         ends = (ends | calls_ends) - self._inside_answers() or ends
-        place = min((place for index, place in self.added(after_answer) if index in ends), default=None)
-        return Marks(frozenset(ends), is_learned, frozenset(control | ends | calls_begins), after_answer[:place])
+        begin = min((begin for index, begin in self.added(after_answer) if index in ends), default=None)
+        return Marks(frozenset(ends), is_learned, frozenset(control | ends | calls_begins), after_answer[:begin])
 
     def _of_calls(self, ends: Collection[int]) -> tuple[set[int], set[int]]:
         """Return the tokens that end a call of a tool, if none of ``ends`` does, and those that begin a result."""

@@ -187,8 +187,8 @@ class TokenFolder:
         tokenizer = load_tokenizer(self.path)
         mine = {"vocab_size": self.vocab_size, **self._around}
         other = {name: getattr(tokenizer, name) for name in mine}
-        if words := diff(mine, other, f"The token folder {self.path}", "the tokenizer.json in it", mine):
-            raise DataError(f"{words}. Restore the tokenizer with which the tokens were made.")
+        if difference := diff(mine, other, f"The token folder {self.path}", "the tokenizer.json in it", mine):
+            raise DataError(f"{difference}. Restore the tokenizer with which the tokens were made.")
         return tokenizer
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
@@ -234,7 +234,7 @@ def _is_token_folder(path: Path) -> bool:
 
 def tokenize(
     settings: DataSettings,
-    place: Path,
+    path: Path,
     progress: Callable[[int, int], None] = lambda documents, size_bytes: None,
 ) -> TokenFolder:
     """Make a token folder of the text that ``settings`` name. `build_corpus` gives the same corpus for both.
@@ -244,19 +244,19 @@ def tokenize(
 
     Args:
         settings: the text and tokenizer to use; settings that concern training are ignored.
-        place: the folder to make; it must not exist, or be empty. If an error is raised, nothing of it remains.
+        path: the folder to make; it must not exist, or be empty. If an error is raised, nothing of it remains.
         progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
     """
     if token_folders(settings):
         raise ConfigurationError(f"{settings.paths[0]} already contains tokens. Give text instead.")
-    place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
-    _require_free(place)
+    path = Path(os.path.realpath(path))  # keeps a link, and gives "." a name
+    _require_free(path)
     source = Source(settings)
     split = survey(source.documents(), settings.heldout_fraction).split
     tokenizer = make_tokenizer(settings, split.training(source.documents()))
     counts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
     try:
-        with new_folder(place) as folder:
+        with new_folder(path) as folder:
             with ExitStack() as opened:
                 files = [opened.enter_context((folder / f"{name}-00000.tokens").open("wb")) for name in SPLITS]
                 byte_counts = opened.enter_context((folder / "heldout-00000.bytes").open("wb"))
@@ -281,17 +281,17 @@ def tokenize(
             }
             (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
     except OSError as error:
-        _require_free(place)  # another process may have made it meanwhile
+        _require_free(path)  # another process may have made it meanwhile
         raise DataError(
-            f"{place} can't be written: {error}. Give a writable path with enough free space. What was written has "
+            f"{path} can't be written: {error}. Give a writable path with enough free space. What was written has "
             "been removed."
         ) from error
-    return TokenFolder(place)
+    return TokenFolder(path)
 
 
-def _require_free(place: Path) -> None:
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
+def _require_free(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(f"{path} already exists and is not an empty folder. Give another path.")
 
 
 def encode_splits(source: Source, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:

@@ -316,8 +316,8 @@ def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         if local is not None:
             theirs |= {name: tuple(value.shape) for name, value in local.items()}
             mine |= {name: tuple(value.shape) for name, value in diloco.local_values().items()}
-        if words := diff(theirs, mine, "the checkpoint", "this run"):
-            raise CheckpointError(f"{words}. Resume each replica from its own checkpoint. Nothing was loaded.")
+        if difference := diff(theirs, mine, "the checkpoint", "this run"):
+            raise CheckpointError(f"{difference}. Resume each replica from its own checkpoint. Nothing was loaded.")
     diloco.load_state_dict(saved)
     if local is not None:
         hold(diloco, local)

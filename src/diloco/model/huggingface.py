@@ -286,8 +286,8 @@ def build_huggingface(
         base = weights_digest(folder) if stored else base
     if definition and settings.lora_rank:
         was = _config_of(definition.get("config"), {}, "the checkpoint", options)
-        if words := diff(_function_of(was), _function_of(config), "the checkpoint", f"{settings.source} now"):
-            raise ConfigurationError(f"{words}, so it is another model. Put the original {CONFIG_NAME} there.")
+        if difference := diff(_function_of(was), _function_of(config), "the checkpoint", f"{settings.source} now"):
+            raise ConfigurationError(f"{difference}, so it is another model. Put the original {CONFIG_NAME} there.")
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
     if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
         config.pad_token_id = None  # it belongs to a larger vocabulary; nothing is padded here

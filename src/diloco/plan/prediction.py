@@ -83,11 +83,11 @@ def utilization(exchange: Exchange, site: Site) -> float:
 
 def _simulated(exchange: Exchange, site: Site) -> tuple[tuple[Parcel, ...], Simulated]:
     schedule, conditions = exchange.schedule, site.conditions
-    place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
-    parcels = exchange.parcels(len(site.links), place.uplinks(schedule.transfer_steps))
+    here = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
+    parcels = exchange.parcels(len(site.links), here.uplinks(schedule.transfer_steps))
     begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
     steps = begin + schedule.inner_steps
-    return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
+    return parcels, simulate(schedule, parcels, here, steps=steps, measure_from=begin, dynamic=dynamic)
 
 
 def codecs_by_size(*, with_feedback: bool = True) -> list[Codec]:

@@ -153,13 +153,13 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _files(value: Any) -> Iterator[str]:
     """Yield digests of the files that settings name, without hidden ones."""
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _files(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _files(item)
     elif isinstance(value, str):
         place = value.removeprefix("hf:")
-        for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
-            pattern = glob.escape(each) if os.path.exists(each) else each
-            if os.path.isabs(each) and (paths := {*glob.glob(pattern), *glob.glob(f"{pattern}/**", recursive=True)}):
+        for name in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
+            pattern = glob.escape(name) if os.path.exists(name) else name
+            if os.path.isabs(name) and (paths := {*glob.glob(pattern), *glob.glob(f"{pattern}/**", recursive=True)}):
                 for path in filter(os.path.isfile, sorted(paths)):
                     at = os.stat(path)
                     yield _digest(path, at.st_size, at.st_mtime_ns, at.st_ino)

@@ -218,7 +218,7 @@ def check_outer_optimizer(outer: OuterOptimizer) -> None:
             given.fill_(math.nan)  # its memory is not the optimizer's
             expect(state.step == count, f"the state is at step {state.step} after {count} updates")
             expect(_slots(state) == names, "update added or removed slots of the state")
-            finite = all(bool(each.isfinite().all()) for each in (values, *state.slots.values()))
+            finite = all(bool(tensor.isfinite().all()) for tensor in (values, *state.slots.values()))
             expect(finite, f"after {count} updates a parameter or slot is not finite, or in the memory of the mean")
             if count == 2:  # as a joiner or a checkpoint copies it
                 resumed = OuterState(state.step, {slot: held.clone() for slot, held in state.slots.items()})

@@ -269,6 +269,6 @@ def _open_group(settings: NetworkSettings, role: Role, device: torch.device) -> 
 def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
     """Compare the facts of the ranks of a replica; a rank that does not communicate is compared with no other."""
     for position, text in enumerate(group.gather_texts(json.dumps(dict(facts)))):
-        sides = (f"position {each} of replica {group.replica}" for each in (group.position, position))
-        if words := diff(facts, json.loads(text), *sides):
-            raise ConfigurationError(f"{words}; all ranks need the same value.")
+        sides = (f"position {number} of replica {group.replica}" for number in (group.position, position))
+        if difference := diff(facts, json.loads(text), *sides):
+            raise ConfigurationError(f"{difference}; all ranks need the same value.")

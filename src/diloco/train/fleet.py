@@ -142,13 +142,13 @@ class Fleet:
             transport.announce_site(site)
             while True:
                 told = {**transport.sites(), transport.replica: site}
-                done = {replica for replica, each in told.items() if each.step >= site.step}
+                done = {replica for replica, news in told.items() if news.step >= site.step}
                 members = {*transport.view.members}
                 if members <= done or transport.failure is not None or time.monotonic() > until_s:
                     return {str(replica): told[replica] for replica in sorted(told) if replica in members | done}
                 time.sleep(_POLL_S)
 
-        return {name: Site(*each) for name, each in self.group.done_by_leader(exchange).items()}
+        return {name: Site(*fields) for name, fields in self.group.done_by_leader(exchange).items()}
 
     # The beginning and the end.
 

@@ -282,7 +282,7 @@ def _constructor(name: str) -> Callable[..., torch.optim.Optimizer]:
         return muon
     known = getattr(torch.optim, name, None)
     if not (inspect.isclass(known) and issubclass(known, torch.optim.Optimizer)) or name in UNFIT:
-        names = [each for each, kind in vars(torch.optim).items() if inspect.isclass(kind) and each not in UNFIT]
+        names = [other for other, kind in vars(torch.optim).items() if inspect.isclass(kind) and other not in UNFIT]
         raise ConfigurationError(
             f"optimizer.name={name!r} is not an optimizer of torch.optim that can be used; {nearest(name, names)} Name "
             "your own as module:Class or FILE.py:Class."

@@ -63,7 +63,7 @@ def find_beginning(session: Session) -> str | None:
             whole = f"All ranks continue from step {step}, the last one that is whole on rank {behind}"
             fleet.notes = (*fleet.notes, f"{whole}; another rank has step {newest}.")
         common = _run_folder(path) / "checkpoints" / f"step-{step:08d}"
-        path = next((each.path for each in newest_checkpoints(common, fleet.local[0])), common)
+        path = next((checkpoint.path for checkpoint in newest_checkpoints(common, fleet.local[0])), common)
 
     def check(checkpoint: Checkpoint) -> None:
         for number in fleet.local:  # other replicas of this process may be in folders of their own
@@ -88,12 +88,12 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint of different data or a different model. `DiLoCo` compares what concerns its own state."""
     saved = checkpoint.fact("identity", dict)
     there, here = str(checkpoint.path), "this run"
-    if words := diff(saved, session.identity, there, here, LASTING):
+    if difference := diff(saved, session.identity, there, here, LASTING):
         if not diff(saved, session.identity, there, here, [name for name in LASTING if name != "data"]):
             files = {"data": checkpoint.fact("files", str, "")}, {"data": session.corpus.files}
-            words = diff(*files, there, here) or words  # which files
+            difference = diff(*files, there, here) or difference  # which files
         raise CheckpointError(
-            f"{words}. Use the model, the files and the tokenizer with which the run started. Nothing was loaded."
+            f"{difference}. Use the model, the files and the tokenizer with which the run started. Nothing was loaded."
         )
 
 
@@ -140,12 +140,14 @@ def newest_checkpoints(resume: Path, replica: int, *, check: bool = False) -> li
     name = os.path.basename(os.path.abspath(resume))
     run, name, newest = _run_folder(resume), name if name.startswith("step-") else "", []
     for folder in (run, run / f"replica-{replica}") if replica else (run,):
-        named = [each for each in list_checkpoints(folder / "checkpoints") if name in ("", each.path.name)]
-        newest += [each for each in reversed(named) if usable(each)][:1]
+        named = [
+            checkpoint for checkpoint in list_checkpoints(folder / "checkpoints") if name in ("", checkpoint.path.name)
+        ]
+        newest += [checkpoint for checkpoint in reversed(named) if usable(checkpoint)][:1]
     return newest
 
 
 def _run_folder(resume: Path) -> Path:
     """Return the run folder of what ``--resume`` names: itself, or the one that holds this checkpoint."""
     path = Path(os.path.abspath(resume))
-    return next((each.parent for each in (path, path.parent) if each.name == "checkpoints"), resume)
+    return next((folder.parent for folder in (path, path.parent) if folder.name == "checkpoints"), resume)

@@ -58,8 +58,8 @@ def prepare_blocks(
         # TORCHINDUCTOR_FREEZING=1 would keep the weights of the first evaluation for all others
         options: dict[str, Any] | None = {"freezing": False} if backend == "inductor" else None
         trained, evaluated = (
-            torch.compile(each, backend=backend, dynamic=False, fullgraph=whole, options=options)
-            for each in (run, _whole)
+            torch.compile(function, backend=backend, dynamic=False, fullgraph=whole, options=options)
+            for function in (run, _whole)
         )
     for block in blocks_of(model):
         if trained is not _whole:

@@ -49,7 +49,7 @@ class RandomState:
 
     def __init__(self, seed: int, replica: int) -> None:
         sequence = np.random.SeedSequence(seed, spawn_key=(replica,))
-        self._seeds = [int(each.generate_state(1, np.uint64)[0]) for each in sequence.spawn(4)[2:]]
+        self._seeds = [int(child.generate_state(1, np.uint64)[0]) for child in sequence.spawn(4)[2:]]
         self._states = [torch.Generator("cpu").manual_seed(self._seeds[0]).get_state()]
 
     @contextmanager
@@ -74,7 +74,7 @@ class RandomState:
         return {"torch": [state.clone() for state in self._states]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._states = [each.cpu().clone() for each in state["torch"]]
+        self._states = [saved.cpu().clone() for saved in state["torch"]]
 
 
 def _generators() -> Sequence[torch.Generator]:

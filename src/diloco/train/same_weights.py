@@ -58,7 +58,7 @@ def agree_on_weights(
         TransportError: if a round is void or a replica is lost. Nothing was changed.
     """
     tensors = {**trainable_parameters(model), **persistent_buffers(model)}
-    shards = {name: local_shard(each) for name, each in tensors.items() if name not in at_home}
+    shards = {name: local_shard(tensor) for name, tensor in tensors.items() if name not in at_home}
     digest = bytes.fromhex(digest_tensors(shards))
     mine = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
     moved = transport.sent_bytes, transport.received_bytes  # those of payloads, and these few bytes are none
@@ -81,14 +81,14 @@ def agree_on_weights(
 def _take_over(
     model: LanguageModel, optimizer: Any, transport: Transport, first: int, step: int, at_home: Collection[str]
 ) -> None:
-    parameters = [each for name, each in trainable_parameters(model).items() if name not in at_home]
+    parameters = [parameter for name, parameter in trainable_parameters(model).items() if name not in at_home]
     buffers, integers = collect_buffers(model, at_home)
-    numel, device = sum(local_shard(each).numel() for each in parameters), local_shard(parameters[0]).device
+    numel, device = sum(local_shard(parameter).numel() for parameter in parameters), local_shard(parameters[0]).device
     values = torch.zeros(numel, dtype=torch.float32, device=device)
     if mine := transport.replica == first:
         flatten(parameters, values)
     # the bytes of all buffers travel as integers, of which the average has those of the first
-    parts = [each.cpu().view(torch.uint8) for each in (buffers, integers) if each is not None]
+    parts = [part.cpu().view(torch.uint8) for part in (buffers, integers) if part is not None]
     given = {"integers": torch.cat(parts) if parts else None, "weight": 1.0 if mine else LEAST_WEIGHT}
     average = _averaged(transport, RoundId(WEIGHTS, step), values, **given)
     with torch.no_grad(), Copies([optimizer]).moving(parameters):

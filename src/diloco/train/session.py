@@ -227,11 +227,11 @@ class Session:
             return
         try:
             transport, step = first.gradients.transport, self.totals.steps
-            words = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step, self.at_home)
+            sentence = agree_on_weights(first.model, first.inner.optimizer, transport, fleet.group, step, self.at_home)
         except RoundVoidError as error:
-            words = f"{error} So it isn't known whether all replicas have the same weights."
-        if words:
-            self._note(words)
+            sentence = f"{error} So it isn't known whether all replicas have the same weights."
+        if sentence:
+            self._note(sentence)
             if first.diloco is not None:  # its global parameters are the earlier weights
                 first.diloco = None
                 self.begin_diloco(first)
@@ -310,8 +310,8 @@ class Session:
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far, each the mean over the replicas of this process."""
         transports = self.fleet.transports
-        sent = sum(each.sent_bytes for each in transports) // len(transports)
-        return sent, sum(each.received_bytes for each in transports) // len(transports)
+        sent = sum(transport.sent_bytes for transport in transports) // len(transports)
+        return sent, sum(transport.received_bytes for transport in transports) // len(transports)
 
     def _divide_data(self) -> None:
         """Take over how the data is divided among the members since the last step. Here that never changes."""

@@ -118,10 +118,10 @@ class CheckpointSettings:
     """Resume from this run folder, checkpoint or mirror."""
 
     def __post_init__(self) -> None:
-        for place in filter(None, map(str, (self.mirror or "", self.resume or ""))):
-            check_url(place)
-            if re.match(r"\w{2,}:(?!//)", place):  # else it would become a folder of this name
-                raise ConfigurationError(f"{place!r} is neither a path nor a URL such as s3://BUCKET/FOLDER.")
+        for url in filter(None, map(str, (self.mirror or "", self.resume or ""))):
+            check_url(url)
+            if re.match(r"\w{2,}:(?!//)", url):  # else it would become a folder of this name
+                raise ConfigurationError(f"{url!r} is neither a path nor a URL such as s3://BUCKET/FOLDER.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,7 +273,10 @@ def _transport_state(session: Session, state: Mapping[str, Any], saved: Mapping[
     together = session.settings.network.traits.alone  # all replicas in this process
     saved_together = state["name"] in transports(alone=True)
     if together and not saved_together:
-        return {"traffic": [each.load("run")["transport"]["traffic"] for each in saved.values()], "network": None}
+        return {
+            "traffic": [checkpoint.load("run")["transport"]["traffic"] for checkpoint in saved.values()],
+            "network": None,
+        }
     if saved_together and not together:
         state = {"traffic": state["traffic"][session.fleet.local[0]]}
     return {"step": session.totals.steps, **state}  # one process and process groups count no steps

@@ -139,20 +139,20 @@ def load_trained(
         average_last: the number of checkpoints, the one of ``step`` and those before it, whose global parameters are
             averaged.
     """
-    place = choose_device(device)
+    target = choose_device(device)
     if step is None and is_huggingface_folder(path):
         if source is not None:
             raise _no_own_code(path, source)
         if average_last > 1:
             raise ConfigurationError(f"{path} is not a run, so it has no {average_last} checkpoints to average.")
-        return _load_huggingface(path, place)
+        return _load_huggingface(path, target)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     settings = model_settings(checkpoint, source)
     bare = dequantize and settings.quantization is not None
     model = build_language_model(
         replace(settings, quantization=None) if bare else settings,
         seed=checkpoint.fact("seed", int, 0),
-        device=place,
+        device=target,
         definition=checkpoint.fact("definition", dict, {}),
     )
     values, weights = read_weights(checkpoint.path), "global parameters"
@@ -200,14 +200,12 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
 
 def _last_checkpoints(newest: Checkpoint, number: int) -> list[Checkpoint]:
     """Return ``newest`` and the checkpoints of its run before it, ``number`` in all, the oldest first."""
-    saved = [
-        list_checkpoint
-        for list_checkpoint in list_checkpoints(newest.path.parent)
-        if list_checkpoint.serial <= newest.serial
-    ]
-    saved = [each for each in saved if each.step <= newest.step]  # a run may have gone back
+    saved = []
+    for checkpoint in list_checkpoints(newest.path.parent):
+        if checkpoint.serial <= newest.serial and checkpoint.step <= newest.step:  # a run may have gone back
+            saved.append(checkpoint)
     if len(saved) < number:
-        there = ", ".join(str(each.step) for each in saved)
+        there = ", ".join(str(checkpoint.step) for checkpoint in saved)
         raise CheckpointError(
             f"{run_folder(newest.path)} has no {number} checkpoints up to step {newest.step} to average, only those "
             f"of the steps {there}. checkpoint.keep says how many a run keeps."
@@ -305,10 +303,10 @@ def check_origin(path: Path, mine: Mapping[str, str]) -> None:
     if is_huggingface_folder(path) or path.suffix == ".safetensors":
         return
     saved = open_checkpoint(path).fact("identity", dict, {})
-    if words := diff(saved, mine, str(path), "this run", [name for name in mine if name in saved]):
+    if difference := diff(saved, mine, str(path), "this run", [name for name in mine if name in saved]):
         raise ConfigurationError(
-            f"{words}, so its weights would mean something else here. Begin with the model and the tokenizer of that "
-            f"run (--data.tokenizer {run_folder(path)})."
+            f"{difference}, so its weights would mean something else here. Begin with the model and the tokenizer of "
+            f"that run (--data.tokenizer {run_folder(path)})."
         )
 
 
@@ -463,11 +461,11 @@ def _writing(
         raise CheckpointError(f"{folder} can't be written: {error}. What was there before is unchanged.") from error
 
 
-def _check_place(place: Path, overwrite: bool) -> None:
+def _check_place(folder: Path, overwrite: bool) -> None:
     """Raise `ConfigurationError` unless the path is free, or is an earlier export that may be overwritten."""
-    is_export = (place / ORIGIN_FILE).is_file()
-    is_empty = place.is_dir() and not any(place.iterdir())
-    if place.exists() and not is_empty and not is_export:
-        raise ConfigurationError(f"{place} exists and is not an exported model. Use another path.")
+    is_export = (folder / ORIGIN_FILE).is_file()
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not is_export:
+        raise ConfigurationError(f"{folder} exists and is not an exported model. Use another path.")
     if is_export and not overwrite:
-        raise ConfigurationError(f"{place} already exists. Use --overwrite, or another path.")
+        raise ConfigurationError(f"{folder} already exists. Use --overwrite, or another path.")

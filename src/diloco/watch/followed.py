@@ -110,8 +110,8 @@ class Tail:
         self._offset, self._mark = self._offset + end, (self._mark + piece[:end])[-_MARK:]
         self.behind_bytes = max(0, left - end) if end else 0
         self._num_invalid += records.count(None)
-        words = f"{self.path}: skipped {self._num_invalid} line(s) that aren't valid event records."
-        self.problems = [words] if self._num_invalid else []
+        problem = f"{self.path}: skipped {self._num_invalid} line(s) that aren't valid event records."
+        self.problems = [problem] if self._num_invalid else []
         return [record for record in records if record]
 
 

@@ -353,7 +353,7 @@ class ProcessHistory:
         """Continue the curves of an event, each with the mean of what it and others of its kind know."""
         kind, values = type(event), dict[str, float | None]()
         for name in metrics_of(kind):
-            values[name] = _mean_of_known(getattr(each, name) for each in (event, *others))
+            values[name] = _mean_of_known(getattr(one, name) for one in (event, *others))
         tokens = (self.last.tokens or 0) if self.last else 0
         self.curves[kind].add((event.step, tokens, self.elapsed_s), values)
 

@@ -142,7 +142,7 @@ _ALERTS = (_silent, _lost, _digests, _missed, _void, _numbers, _slow, _disk)
 
 def alerts(run: RunHistory, now_s: float) -> list[Alert]:
     """Return what the operator should look at, errors first."""
-    return sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
+    return sorted((alert for kind in _ALERTS for alert in kind(run, now_s)), key=lambda alert: alert.level != "error")
 
 
 _METRICS = [

@@ -132,14 +132,14 @@ class PrometheusSink:
         yield self._gauge("info", "The run and its version.", {(run.name, __version__): 1.0}, ("run", "version"))
         yield self._gauge("state", "1 for the state of this process, else 0.", states, ("state",))
         yield self._gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
-        for name, words, value in (
+        for name, about, value in (
             ("step", "Inner steps finished.", process.step),
             ("total_steps", "Inner steps to train.", getattr(started, "total_steps", None)),
             ("view_replicas", "Replicas in the current view.", len(run.expected)),
             ("checkpoint_step", "Step of the last checkpoint.", getattr(saved, "step", None)),
             ("checkpoint_timestamp_s", "When it was written, since 1970.", self._saved_s),
         ):
-            yield self._gauge(name, words, {(): value})
+            yield self._gauge(name, about, {(): value})
         counted = {"rounds_committed": run.grid.merged, "rounds_void": run.grid.void}
         for metric in events.METRICS.values():
             if metric.kind == "total":
@@ -165,14 +165,14 @@ class PrometheusSink:
         measured = self._measured.get(metric.name, {})
         label = next((label for label, _ in measured if label), "")
         values = {(which,) if label else (): value for (_, which), value in measured.items()}
-        words = f"{metric.title} ({metric.unit})." if metric.unit else f"{metric.title}."
+        about = f"{metric.title} ({metric.unit})." if metric.unit else f"{metric.title}."
         is_counter = metric.kind in ("part", "counter")
-        return self._gauge(metric.name, words, values, (label,) if label else (), is_counter=is_counter)
+        return self._gauge(metric.name, about, values, (label,) if label else (), is_counter=is_counter)
 
     def _gauge(
         self,
         name: str,
-        words: str,
+        about: str,
         values: Mapping[Any, float | None],
         labels: Sequence[str] = (),
         *,
@@ -180,7 +180,7 @@ class PrometheusSink:
     ) -> Any:
         """Return a figure with a value for each combination of its labels' values; None is left out."""
         make = self._core.CounterMetricFamily if is_counter else self._core.GaugeMetricFamily
-        family = make(f"diloco_{name}", words, labels=labels)
+        family = make(f"diloco_{name}", about, labels=labels)
         for key, value in values.items():
             if value is not None:
                 family.add_metric(key, value)
