@@ -232,7 +232,9 @@ def mean_loss(sites: Mapping[str, Site]) -> float | None:
     1.25
     """
     known = [(site.loss, max(1, site.tokens)) for site in sites.values() if site.loss is not None]
-    return sum(loss * tokens for loss, tokens in known) / sum(tokens for _, tokens in known) if known else None
+    if not known:
+        return None
+    return sum(loss * tokens for loss, tokens in known) / sum(tokens for _, tokens in known)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,8 @@ def absolute(text: str) -> str:
     """Return ``text`` with an absolute path if it names an existing file, so that every working directory finds it."""
     place, name = split(text)
     path = Path(place).expanduser()
-    return f"{os.path.abspath(path)}:{name}" if is_own(text) and path.suffix == ".py" and path.exists() else text
+    names_file = is_own(text) and path.suffix == ".py" and path.exists()
+    return f"{os.path.abspath(path)}:{name}" if names_file else text
 
 
 def same_code(one: object, other: object) -> bool:
@@ -295,7 +296,8 @@ def code_digest(value: object) -> str:
     >>> code_digest(Float32())
     ''
     """
-    kind = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    is_kind = inspect.isroutine(value) or isinstance(value, type)
+    kind = value if is_kind else type(value)
     module = getattr(kind, "__module__", None) or ""
     file = getattr(sys.modules.get(module), "__file__", None)
     if module.partition(".")[0] in ("diloco", "builtins", "__main__") or file is None:

@@ -290,7 +290,9 @@ def parse(text: str, name: str, quantity: Quantity) -> float:
     diloco.errors.ConfigurationError: --bandwidth must be a number with kbit, Mbit, Gbit or Tbit, such as ...
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
-    number = math.inf if match is None or match[2] not in quantity.units else float(match[1]) * quantity.units[match[2]]
+    number = math.inf
+    if match is not None and match[2] in quantity.units:
+        number = float(match[1]) * quantity.units[match[2]]
     if not quantity.least <= number < quantity.below:
         raise ConfigurationError(f"{name} must be {quantity.expected}; got {text!r}.")
     return number

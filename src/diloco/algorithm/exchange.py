@@ -50,7 +50,8 @@ def mean_codecs(mean: MeanCodec, num_replicas: int, contributions: Codec) -> tup
     block = contributions.block_size
     size = contributions.payload_bytes(block) / block
     codecs = _AUTO[: 1 + (size < 2) + (size < 1)]
-    return codecs[1:] if len(codecs) > 1 and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
+    has_coarser = len(codecs) > 1
+    return codecs[1:] if has_coarser and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
 
 
 def encode_mean(values: Tensor, codec: Codec) -> Tensor:

@@ -156,7 +156,9 @@ class SyncSchedule:
     def _sent(self, step: int) -> list[tuple[int, int]]:
         """Return the fragments sent after ``step``, each with its round."""
         cycles, offset = divmod(step, self.inner_steps)
-        return [(p, cycles - 1) for p in self._fragments_at.get(offset, ())] if cycles >= 1 else []
+        if cycles < 1:
+            return []
+        return [(p, cycles - 1) for p in self._fragments_at.get(offset, ())]
 
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
@@ -187,8 +189,12 @@ def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: 
     if replica not in steps_per_s:
         return inner_steps
     mine, speeds = steps_per_s[replica], sorted(steps_per_s.values())
-    fastest = min(speeds[-1], _MAX_SPEEDUP * speeds[-2]) if len(speeds) > 1 else speeds[-1]
-    return inner_steps if mine >= fastest else max(1, math.floor(mine / fastest * inner_steps))
+    fastest = speeds[-1]
+    if len(speeds) > 1:
+        fastest = min(fastest, _MAX_SPEEDUP * speeds[-2])
+    if mine >= fastest:
+        return inner_steps
+    return max(1, math.floor(mine / fastest * inner_steps))
 
 
 def trains_at(step: int, steps: int, inner_steps: int) -> bool:

@@ -61,4 +61,5 @@ def _sample(values: Tensor) -> Tensor:
 
 
 def _ratio(one: float, other: float) -> float | None:
-    return one / other if other > 0 and math.isfinite(one) and math.isfinite(other) else None
+    is_defined = other > 0 and math.isfinite(one) and math.isfinite(other)
+    return one / other if is_defined else None

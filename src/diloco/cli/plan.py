@@ -381,9 +381,8 @@ def _report(record: dict[str, Any]) -> str:
 
 def _axis(site: dict[str, Any]) -> str:
     """Return what a scale of bandwidths means; links of several speeds are all scaled alike."""
-    return (
-        "bandwidth of the fastest" if len({link["bandwidth_bits_per_s"] for link in site["links"]}) > 1 else "bandwidth"
-    )
+    rates = {link["bandwidth_bits_per_s"] for link in site["links"]}
+    return "bandwidth of the fastest" if len(rates) > 1 else "bandwidth"
 
 
 def _draw(record: dict[str, Any], path: Path) -> None:

@@ -135,7 +135,8 @@ def _contents(record: dict[str, Any]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(entry)}" for name, entry in value.items() if entry not in (None, {}))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_count else str(value)
 
 
 async def _show_peers(options: StatusOptions) -> int:

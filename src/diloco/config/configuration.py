@@ -118,7 +118,8 @@ def tokenizer_of_weights(configuration: Configuration) -> str | None:
 
 def _folder_of_weights(place: Path) -> Path | None:
     """Return the folder with the tokenizer of the run, checkpoint, export or file of weights at ``place``, if any."""
-    folder = place.parent if place.is_file() and (place.parent / "config.json").is_file() else place
+    is_file_of_export = place.is_file() and (place.parent / "config.json").is_file()
+    folder = place.parent if is_file_of_export else place
     for each in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
         if (each / TOKENIZER_NAME).is_file():
             return each

@@ -288,7 +288,9 @@ def _end_token(tokenizer: tokenizers.Tokenizer, named: str | int | None, ends: S
         return str(tokenizer.id_to_token(ends[-1]))
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     others = [token for token in tokenizer.get_vocab(with_added_tokens=False) if _BRACKETS.fullmatch(token)]
-    token_named = None if named is None or named < 0 else tokenizer.id_to_token(named)
+    token_named = None
+    if named is not None and named >= 0:
+        token_named = tokenizer.id_to_token(named)
     # a configuration of a model may hold the id of another vocabulary, where this one has a piece of text
     if token_named is not None and token_named in (*added, *others):
         return str(token_named)

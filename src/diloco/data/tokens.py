@@ -80,13 +80,18 @@ class PackedTokens:
             return parts[0]
         known = [part._digest for part in parts if part._digest is not None]
         counts = [part._byte_counts for part in parts if part._byte_counts is not None]
+        digest, byte_counts = None, None
+        if len(known) == len(parts):
+            digest = xxhash.xxh3_64_hexdigest(" ".join(known).encode())
+        if len(counts) == len(parts):
+            byte_counts = [piece for count in counts for piece in count.pieces]
         return cls(
             [piece for part in parts for piece in part.pieces],
-            xxhash.xxh3_64_hexdigest(" ".join(known).encode()) if len(known) == len(parts) else None,
+            digest,
             vocab_size=parts[0].vocab_size,
             documents=sum(part.documents for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
-            byte_counts=[piece for count in counts for piece in count.pieces] if len(counts) == len(parts) else None,
+            byte_counts=byte_counts,
         )
 
     @property

@@ -143,8 +143,8 @@ class HuggingFaceModel(LanguageModel):
         head: Any = self.wrapped.get_output_embeddings()
         changed = any(getattr(self.wrapped.config, name, None) not in (None, False, 1) for name in _CHANGE_LOGITS)
         changed |= getattr(self.wrapped, "lm_head", head) is not head  # more layers before it, as in ModernBERT
-        # not a subclass: neither quantised nor with adapters
-        return head.weight if type(head) is nn.Linear and getattr(head, "bias", None) is None and not changed else None
+        is_plain = type(head) is nn.Linear and head.bias is None  # not a subclass: neither quantised nor with adapters
+        return head.weight if is_plain and not changed else None
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
         if not self.balance_loss:

@@ -115,8 +115,11 @@ class RunProgress:
     def loss(self) -> float | None:
         """The mean training loss of the last steps in nats per token; not finite if the last is not; None before."""
         losses = [step.loss for _, step in self._window][-_RECENT:]
-        last = losses[-1] if losses else None
-        return last if last is None or not math.isfinite(last) else statistics.fmean(filter(math.isfinite, losses))
+        if not losses:
+            return None
+        if not math.isfinite(losses[-1]):
+            return losses[-1]
+        return statistics.fmean(filter(math.isfinite, losses))
 
     def recent(self, field: str) -> float | None:
         """Return a metric of `StepFinished` as a display shows it; None if it is unknown.

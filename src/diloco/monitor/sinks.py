@@ -85,7 +85,9 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
         if name == "RunStarted":
             records = [earlier for earlier in records if earlier["step"] <= step]
         records.append(record)
-    return records if event is None else [record for record in records if record["event"] == event]
+    if event is None:
+        return records
+    return [record for record in records if record["event"] == event]
 
 
 class _Curves:

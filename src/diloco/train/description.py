@@ -113,7 +113,7 @@ def identity(
     """
     train, network, packing = settings.train, settings.network, settings.data.packing
     first = "base model" if settings.model.lora_rank else "first weights"
-    documents = f"conversations, {packing or 'masked'}" if settings.data.chat else f"text, {packing or 'joined'}"
+    documents, usual_packing = ("conversations", "masked") if settings.data.chat else ("text", "joined")
     weighting = {"tokens": "by the steps trained", "equal": "all alike"}.get(str(settings.sync.weight), "as given")
     replicas = f"{network.replicas} of {network.replica_size} ranks"
     if network.elastic:
@@ -135,7 +135,7 @@ def identity(
         "replicas": replicas,
         "seed": str(settings.seed),
         "data.local": "yes" if settings.data.local else "no",
-        "documents": documents,
+        "documents": f"{documents}, {packing or usual_packing}",
         **({"data": data} if data else {}),
     }
 

@@ -49,10 +49,13 @@ def inner_learning_rate(settings: OptimizerSettings, steps: int) -> ValueSchedul
 
     ``wsd`` decays over the last fifth of the run, or what the warm-up leaves of it.
     """
-    decay_steps = min(max(1, steps // 5), steps - settings.warmup_steps) if settings.schedule == "wsd" else 0
+    kind, decay_steps = settings.schedule, 0
+    if kind == "wsd":
+        decay_steps = min(max(1, steps // 5), steps - settings.warmup_steps)
+        kind = "wsd" if decay_steps else "constant"
     return ValueSchedule(
         peak=settings.learning_rate,
-        kind="constant" if settings.schedule == "wsd" and decay_steps == 0 else settings.schedule,
+        kind=kind,
         total_steps=steps,
         warmup_steps=settings.warmup_steps,
         final_ratio=settings.final_ratio,

@@ -186,7 +186,8 @@ class _ShardedModel(ParallelModel):
         mesh = group.mesh(device)
         # the root is also dropped after its forward pass, or parameters that evaluation gathered would miss a merge
         for layer in blocks_of(model):
-            cast = autocast if all(parameter.is_floating_point() for parameter in layer.parameters()) else None
+            can_be_cast = all(parameter.is_floating_point() for parameter in layer.parameters())
+            cast = autocast if can_be_cast else None
             policy = MixedPrecisionPolicy(cast, torch.float32 if cast else None, cast_forward_inputs=False)
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         self._sharded = fully_shard(model, mesh=mesh, reshard_after_forward=True)

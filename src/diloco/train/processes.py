@@ -185,8 +185,10 @@ def launch(
     if 2 in codes:
         return 2
     if {*codes} <= {0, 130}:
-        return 130 if 130 in codes or len(codes) < len(numbers) else 0
-    return 0 if settings.on_loss == "continue" and 0 in codes else 1
+        was_stopped = 130 in codes or len(codes) < len(numbers)
+        return 130 if was_stopped else 0
+    others_finished = settings.on_loss == "continue" and 0 in codes
+    return 0 if others_finished else 1
 
 
 def start_process(

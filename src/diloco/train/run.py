@@ -154,7 +154,9 @@ class _Run:
     def __post_init__(self) -> None:
         self.settings = self.session.settings
         here = self.home / "checkpoints" / f"step-{self.step:08d}"
-        self.saved_at = self.step if self.resumed_from and Path(self.resumed_from).resolve() == here.resolve() else -1
+        self.saved_at = -1
+        if self.resumed_from is not None and Path(self.resumed_from).resolve() == here.resolve():
+            self.saved_at = self.step
         self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
         self.mirror: Mirror | None = None

@@ -388,8 +388,12 @@ class Session:
         if settings.data.local:  # all of it is this replica's; copies of another's are drawn in another order
             drawing |= {"seed": settings.seed + transport.replica, "replica": 0, "num_replicas": 1}
         batches = self.corpus.batches(**drawing)
-        codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(inner.model, transport, codec, self.fleet.group, settings.sync.base_weight)
+        codec = "float32"
+        if settings.algorithm == "data-parallel" and settings.sync.codec is not None:
+            codec = settings.sync.codec
+        gradients = GradientAverager(
+            inner.model, transport, make_codec(codec), self.fleet.group, settings.sync.base_weight
+        )
         random_state = RandomState(settings.seed, transport.replica)
         return Replica(transport.replica, inner, shared, batches, random_state, gradients)
 

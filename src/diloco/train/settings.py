@@ -297,14 +297,17 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
         f"sync.merge_alpha={alpha} can't be used with sync.merge={sync.merge!r}, which has no alpha. Use one of the "
         "two.",
     )
-    rule = sync.merge or ("rebase" if algorithm == "streaming" and alpha is None else "alpha")
+    usual = "rebase" if algorithm == "streaming" and alpha is None else "alpha"
+    rule = sync.merge or usual
     MERGE_RULES.check(rule)
     _refuse_if(
         rule == "rebase" and algorithm == "diloco",
         "sync.merge='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and so "
         "has nothing to rebase. Use --algorithm streaming.",
     )
-    return rule, (alpha or 0.0) if rule == "alpha" else None
+    if rule != "alpha":
+        return rule, None
+    return rule, alpha or 0.0
 
 
 def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tuple[int, int]:

@@ -106,7 +106,8 @@ class Tail:
             self.problems = [f"{self.path} cannot be read: {error}."]
             return []
         end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) == _MAX_PIECE else 0)
-        records = [parse(line) for line in piece[:end].removesuffix(b"\n").split(b"\n")] if end else []
+        lines = piece[:end].removesuffix(b"\n").split(b"\n") if end else []
+        records = [parse(line) for line in lines]
         self._offset, self._mark = self._offset + end, (self._mark + piece[:end])[-_MARK:]
         self.behind_bytes = max(0, left - end) if end else 0
         self._num_invalid += records.count(None)
@@ -205,7 +206,8 @@ class FollowedSwarm:
             if report.number < 0 or (is_new and len(self._names) >= _MAX_PEERS):  # not a replica, or one too many
                 continue
             name = f"replica {report.number}"
-            name = f"{name} ({report.peer_id})" if is_new and name in self._names.values() else name
+            if is_new and name in self._names.values():
+                name = f"{name} ({report.peer_id})"
             name = self._names.setdefault(report.peer_id, name)
             if report.status:
                 self._heard_s[report.peer_id] = now_s

@@ -300,7 +300,9 @@ class ProcessHistory:
     @property
     def elapsed_s(self) -> float:
         """The time from the start to the newest record, not counting pauses between an end and a resumption."""
-        return 0.0 if self.newest_s is None or self._began_s is None else max(0.0, self.newest_s - self._began_s)
+        if self.newest_s is None or self._began_s is None:
+            return 0.0
+        return max(0.0, self.newest_s - self._began_s)
 
     @property
     def step_s(self) -> float | None:

@@ -113,7 +113,9 @@ def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
             words = "had a loss or a gradient norm that was NaN or infinite."
             yield Alert("error", "not finite", who, words, event.step)
         before, recent = [*process.norms][:-10], [*process.norms][-10:]
-        high, usual = (statistics.median(recent), statistics.median(before)) if len(before) >= 20 else (0.0, 0.0)
+        if len(before) < 20:
+            continue
+        high, usual = statistics.median(recent), statistics.median(before)
         if high > HIGH_NORM * usual > 0:  # one spike alone is ordinary
             words = f"has gradient norms of {high:.3g}, {high / usual:.1f}x those before."
             yield Alert("warning", "gradient norm", who, words)
@@ -207,9 +209,12 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     lows = [started.best_heldout_loss] if started else []
     for evaluated in run.evaluated:
         lows += evaluated.curves[Evaluated].column("heldout_loss_low")
+    state, has_ended = _state(process), process.interrupted or process.finished
+    if is_silent and not has_ended:
+        state = "silent"
     total, per_step = (started.total_steps, started.data_parallel_bytes_per_step) if started else (None, None)
     return {
-        "state": "silent" if is_silent and not (process.interrupted or process.finished) else _state(process),
+        "state": state,
         "fetched": process.fetched,
         "step": step if process.reported else None,
         "total_steps": total,
@@ -232,7 +237,8 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return value if type(value) in (int, float) and abs(value) < 2**53 else None
+    is_number = type(value) in (int, float) and abs(value) < 2**53
+    return value if is_number else None
 
 
 def _left_s(process: ProcessHistory) -> float | None:
@@ -282,16 +288,20 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
         process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
         status = report.status
-        state = _state(process or run.first) if replica in run.expected else "gone"
         if peer:
             state = peer.state
+        elif replica in run.expected:
+            state = _state(process or run.first)
+        else:
+            state = "gone"
+        heard_s = peer.heard_s if peer else None
         row = {
             "replica": replica,
             "name": names.get(str(replica)),
             "peer": report.peer_id,
             "state": state,
             "fetched": process.fetched if process else None,
-            "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
+            "heard_s": None if heard_s is None else round(max(0.0, now_s - heard_s), 1),
             "way": report.route,
             "round_trip_s": report.round_trip_s,
             "steps_per_s": 1 / process.step_s if process and process.step_s else None,
