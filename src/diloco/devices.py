@@ -17,12 +17,15 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
+
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""The types of weights in files and of products that can be asked for."""
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")

@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.data import template_file
-from diloco.devices import check_device
+from diloco.devices import Precision, check_device
 from diloco.errors import ConfigurationError
 from diloco.events import to_json
 from diloco.terminal import as_typed, plain
@@ -278,7 +278,7 @@ class ExportOptions(TrainedOptions):
     """hf: a transformers folder; adapter: an adapter for peft."""
     merge: bool = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Precision = "float32"
     """Data type of the weights."""
     overwrite: bool = False
     """Replace an earlier export."""

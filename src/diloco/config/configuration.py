@@ -77,7 +77,8 @@ def compose(line: CommandLine) -> Configuration:
     Raises:
         ConfigurationError: a value is not valid, or there are stored weights whose tokenizer isn't known.
     """
-    in_file, asked = values_in_file(line), asked_values(line)
+    in_file = values_in_file(line)
+    asked = in_file | line.values
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
     if _transport(asked).elastic:
         preset["network.replicas"] = 1  # a swarm begins with its first peer

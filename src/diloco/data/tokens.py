@@ -301,28 +301,24 @@ def _require_free(path: Path) -> None:
 
 def encode_splits(source: Source, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:
     """Yield the tokens to train on and the held-out ones of some text at a time."""
-    sides: tuple[list[str], list[str]] = ([], [])
-    size = 0
-    for text in source.documents():
-        for side, part in zip(sides, split.parts(text), strict=True):
-            if part:
-                side.append(part)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield pack(sides[0], tokenizer), pack(sides[1], tokenizer, counted=True)
-            sides, size = ([], []), 0
-    yield pack(sides[0], tokenizer), pack(sides[1], tokenizer, counted=True)
+    for texts in _batches(source.documents()):
+        train, heldout = split.training(texts), split.heldout(texts)
+        yield pack([*train], tokenizer), pack([*heldout], tokenizer, counted=True)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> PackedTokens:
     """Return the tokens to evaluate on of any number of documents, some of which are in memory as text at a time."""
-    parts: list[PackedTokens] = []
-    some: list[str] = []
+    return PackedTokens.joined([pack(batch, tokenizer, counted=True) for batch in _batches(texts)])
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of about `_BATCH_CHARACTERS`; at least one list, and only the last may be empty."""
+    batch: list[str] = []
     size = 0
     for text in texts:
-        some.append(text)
+        batch.append(text)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
-            parts.append(pack(some, tokenizer, counted=True))
-            some, size = [], 0
-    return PackedTokens.joined([*parts, pack(some, tokenizer, counted=True)])
+            yield batch
+            batch, size = [], 0
+    yield batch

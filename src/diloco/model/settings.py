@@ -21,6 +21,7 @@ from msgspec import Meta
 from tyro.conf import arg
 
 from diloco.algorithm import check_ranges
+from diloco.devices import Precision
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own
 from diloco.waiting import described
@@ -80,7 +81,7 @@ class HuggingFaceSettings:
     lora_alpha: _Positive | None = None  # None: twice the rank
     lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     lora_targets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("all-linear",)
-    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
+    base_dtype: Precision = "float32"  # of the frozen weights
 
 
 LORA_ONLY = ("lora_alpha", "lora_dropout", "lora_targets", "base_dtype")

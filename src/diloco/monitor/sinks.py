@@ -90,22 +90,16 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
     return [record for record in records if record["event"] == event]
 
 
-class _Curves:
-    """The curves of a run for a tracker: a value of each metric that an event has."""
+def _curves(measurements: events.Measurements, event: events.Event) -> dict[str, float]:
+    """Return name -> value of the curves of a tracker that ``event`` continues, at its step.
 
-    def __init__(self) -> None:
-        self._measurements = events.Measurements()
-
-    def values(self, event: events.Event) -> dict[str, float]:
-        """Return name -> value of the curves that ``event`` continues, at its step.
-
-        There is none for each peer, which would be many: Prometheus has them.
-        """
-        values = {}
-        for metric, value, label, which in self._measurements.of(event):
-            if label != "peer":
-                values[f"{metric.name}/{label} {which}" if label else metric.name] = value
-        return values
+    There is none for each peer, which would be many: Prometheus has them.
+    """
+    values = {}
+    for metric, value, label, which in measurements.of(event):
+        if label != "peer":
+            values[f"{metric.name}/{label} {which}" if label else metric.name] = value
+    return values
 
 
 class TensorBoardSink:
@@ -120,11 +114,11 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         self._make_writer = SummaryWriter
         self._writer: Any = None
-        self._folder, self._curves = folder / "tensorboard", _Curves()
+        self._folder, self._measurements = folder / "tensorboard", events.Measurements()
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``. TensorBoard's own thread writes the file."""
-        values = self._curves.values(event)
+        values = _curves(self._measurements, event)
         match event:
             case events.RunStarted():
                 self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
@@ -167,7 +161,7 @@ class WandbSink:
             raise ConfigurationError(
                 "monitor.sinks='wandb' needs an API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
             )
-        self._wandb, self._curves = wandb, _Curves()
+        self._wandb, self._measurements = wandb, events.Measurements()
         self._exit_code = 1  # until `RunFinished` arrives
         path = folder / "wandb" / "id"
         identifier = (path.read_text("utf-8").strip() if path.exists() else "") or secrets.token_hex(6)
@@ -192,7 +186,7 @@ class WandbSink:
 
     def handle(self, event: events.Event) -> None:
         """Pass ``event`` to wandb's own process, which sends it."""
-        values: dict[str, Any] = dict(self._curves.values(event))
+        values: dict[str, Any] = dict(_curves(self._measurements, event))
         match event:
             case events.RunStarted():
                 # the details have addresses of all replicas

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from diloco.algorithm import (
     slots_on_host,
     trainable_parameters,
 )
-from diloco.devices import to_device
+from diloco.devices import Precision, to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
 from diloco.plugins import check_switches, find, is_own, takes
@@ -83,7 +83,7 @@ class InnerLoop:
         *,
         learning_rate: ValueSchedule,
         clip_norm: float | None = 1.0,
-        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        precision: Precision = "float32",
         accumulation: int = 1,
         end_of_document: int | None = None,
     ) -> None:

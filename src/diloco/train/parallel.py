@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diloco.algorithm import layer_container
+from diloco.devices import Precision
 from diloco.model import LanguageModel, LossParts
 from diloco.train.settings import TrainSettings
 from diloco.transport import ReplicaGroup
@@ -220,7 +221,7 @@ def parallelise(
     strategy: Strategy,
     group: ReplicaGroup,
     device: torch.device,
-    precision: Literal["float32", "bfloat16", "float16"] = "float32",
+    precision: Precision = "float32",
 ) -> ParallelModel:
     """Move ``model`` to ``device`` and distribute it over the ranks of its replica; create the optimizer afterwards.
 

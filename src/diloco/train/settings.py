@@ -15,7 +15,7 @@ from tyro.conf import arg
 
 from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, SyncSettings, check_ranges
 from diloco.data import DataSettings
-from diloco.devices import check_device
+from diloco.devices import Precision, check_device
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
 from diloco.plugins import is_own
@@ -50,7 +50,7 @@ class TrainSettings:
     """Micro-batches that a replica's batch is split into to save memory; they are computed one after the other."""
     sequence_length: Annotated[_Count, arg(aliases=["--sequence-length"])] = 128
     """Tokens per sequence."""
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], arg(aliases=["--precision"])] = "float32"
+    precision: Annotated[Precision, arg(aliases=["--precision"])] = "float32"
     """Autocast type of the forward pass. Parameters stay float32."""
     device: Annotated[str, arg(aliases=["--device"]), Trait.NO_PLACE, Trait.OF_MACHINE] = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""

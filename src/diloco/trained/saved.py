@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ from diloco.data import (
     load_tokenizer,
     make_tokenizer,
 )
-from diloco.devices import choose_device
+from diloco.devices import Precision, choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
     CARD_NAME,
@@ -58,8 +58,6 @@ from diloco.waiting import described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 REST = "rest"  # the part of a checkpoint with the result of `rest_of_state`, if that is not empty
 ORIGIN_FILE = "diloco.json"  # only in exported folders: describes the weights
@@ -360,7 +358,7 @@ def export_huggingface(
     trained: Trained,
     folder: Path,
     *,
-    dtype: Dtype = "float32",
+    dtype: Precision = "float32",
     overwrite: bool = False,
     card: str = "",
 ) -> PreTrainedModel:
@@ -438,7 +436,7 @@ def _save_tokenizer(
 
 @contextmanager
 def _writing(
-    folder: Path, overwrite: bool, trained: Trained, dtype: Dtype, more: Mapping[str, Any], card: str
+    folder: Path, overwrite: bool, trained: Trained, dtype: Precision, more: Mapping[str, Any], card: str
 ) -> Iterator[Path]:
     """Yield a folder to fill, to which `ORIGIN_FILE` and the card are added and which then becomes ``folder``."""
     origin = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from diloco.algorithm import check_ranges, check_whole
 from diloco.data import PackedRows, PackedTokens, Tokenizer, heldout_batches, heldout_windows
-from diloco.devices import to_device, uncompiled
+from diloco.devices import Precision, to_device, uncompiled
 from diloco.errors import ConfigurationError, DataError, NonFiniteError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
 
-Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more
 
 
