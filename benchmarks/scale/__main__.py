@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.markdown import table, write_below
 from diloco.algorithm import SyncSchedule, make_codec, plan_exchange
-from diloco.plan import IDEAL, Exchange, Site, fragment_sizes, simulate
+from diloco.plan import IDEAL, Deployment, Traffic, fragment_sizes, simulate
 from diloco.transport import Link, streams_to_each
 
 HERE = Path(__file__).parent
@@ -80,9 +80,9 @@ def utilization(codec: str, rate: float, inner_steps: int, overlap_steps: int, n
         parameters, layers, step_s = MODELS[name]
         fragments = min(math.ceil(layers / 3), inner_steps)
         schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=fragments, overlap_steps=overlap_steps)
-        site = Site(links=(Link(rate, 0.04),) * number, step_time_s=(step_s,) * number, conditions=IDEAL)
+        site = Deployment(links=(Link(rate, 0.04),) * number, step_time_s=(step_s,) * number, conditions=IDEAL)
         sizes = fragment_sizes(parameters, layers, fragments)
-        exchange = Exchange(schedule=schedule, fragment_sizes=sizes, codec=make_codec(codec))
+        exchange = Traffic(schedule=schedule, fragment_sizes=sizes, codec=make_codec(codec))
         run = simulate(schedule, exchange.parcels(number), site, steps=7 * inner_steps, measure_from=3 * inner_steps)
         about = {"model": name, "codec": codec, "bandwidth_bits_per_s": rate, "inner_steps": inner_steps}
         rows.append(about | {"replicas": number, "compute_utilization": run.compute_utilization})

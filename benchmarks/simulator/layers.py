@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.markdown import table
-from diloco.plan import IDEAL, Parcel, Site, simulate
+from diloco.plan import IDEAL, Deployment, Parcel, simulate
 from diloco.transport import Link
 from tests.plan.test_paper_table import GRID, MODELS, PUBLISHED, TARGETS, traffic
 
@@ -23,7 +23,7 @@ def needed(name: str, method: str, *, by_layer: bool, more_overlap: int = 0) -> 
     if not by_layer:
         parcels = tuple(Parcel(each.sent_bytes, each.received_bytes) for each in parcels)
     steps: dict[str, Any] = {"steps": 5 * schedule.inner_steps, "measure_from": 3 * schedule.inner_steps}
-    place = Site(links=(Link(1e9),) * 2, step_time_s=(step_s,) * 2, conditions=IDEAL)
+    place = Deployment(links=(Link(1e9),) * 2, step_time_s=(step_s,) * 2, conditions=IDEAL)
     sites = [replace(place, links=(Link(1e9 * rate),) * 2) for rate in GRID]
     reached = np.array([simulate(schedule, parcels, site, **steps).compute_utilization for site in sites])
     return [float(GRID[np.argmax(reached >= target)]) if (reached >= target).any() else np.inf for target in TARGETS]

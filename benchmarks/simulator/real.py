@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.wan.plan import LINKS, METHODS, Work
 from benchmarks.wan.report import baseline_s, step_s
 from diloco.algorithm import SyncSchedule, make_codec
-from diloco.plan import Conditions, Exchange, Prediction, Site, fragment_sizes, predict
+from diloco.plan import Conditions, Deployment, Prediction, Traffic, fragment_sizes, predict
 from diloco.transport import Link
 
 RESULTS = Path(__file__).parents[1] / "wan" / "results.json"
@@ -61,11 +61,11 @@ def _predict(row: Mapping[str, Any], bare_s: float) -> Prediction:
     schedule = SyncSchedule(
         inner_steps=work.inner_steps, num_fragments=work.num_fragments, overlap_steps=work.overlap_steps
     )
-    exchange = Exchange(
+    exchange = Traffic(
         schedule=schedule,
         fragment_sizes=fragment_sizes(work.values, work.layers, work.num_fragments),
         codec=make_codec(options["codec"]),
         mean=options.get("mean_codec", "auto"),
     )
     links = tuple(Link(rate, link.rtt_s / 2) for rate in rates)
-    return predict(exchange, Site(links=links, step_time_s=(bare_s,) * link.replicas, conditions=conditions))
+    return predict(exchange, Deployment(links=links, step_time_s=(bare_s,) * link.replicas, conditions=conditions))

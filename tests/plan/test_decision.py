@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from diloco.algorithm import SyncSchedule, make_codec
-from diloco.plan import ENOUGH, IDEAL, Decision, Exchange, Site, decide, predict, run_cost
+from diloco.plan import ENOUGH, IDEAL, Decision, Deployment, Traffic, decide, predict, run_cost
 from diloco.transport import Link
 
-STREAMING = Exchange(
+STREAMING = Traffic(
     schedule=SyncSchedule(inner_steps=20, num_fragments=4, overlap_steps=1),
     fragment_sizes=(1_000_000,) * 4,
     codec=make_codec("float32"),
 )
 
 
-def site(bits_per_s: float, latency_s: float = 0.02) -> Site:
-    return Site(links=(Link(bits_per_s, latency_s),) * 2, step_time_s=(1.0,) * 2, conditions=IDEAL)
+def site(bits_per_s: float, latency_s: float = 0.02) -> Deployment:
+    return Deployment(links=(Link(bits_per_s, latency_s),) * 2, step_time_s=(1.0,) * 2, conditions=IDEAL)
 
 
 def decided(bits_per_s: float, *, start: int = 0, steps: int = 1000, **changes: Any) -> Decision:
@@ -50,7 +50,7 @@ def test_a_shared_start_that_is_in_the_way_is_shortened_or_left_out() -> None:
     assert shorter.verdict == "take"
     assert 10 < shorter.run.start_steps < 400
     rounds = decided(1e8).rounds
-    longer = run_cost(rounds, predict(Exchange.of_gradients(4_000_000), site(1e8)), 1000, shorter.run.start_steps + 1)
+    longer = run_cost(rounds, predict(Traffic.of_gradients(4_000_000), site(1e8)), 1000, shorter.run.start_steps + 1)
     assert longer.compute_utilization < ENOUGH <= shorter.run.compute_utilization
     assert decided(8e6, steps=1000, start=400).run.start_steps == 0
 
@@ -71,7 +71,7 @@ def test_no_bandwidth_does_where_the_latency_is_longer_than_the_steps() -> None:
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
 def test_data_parallel_training_that_is_too_slow_becomes_rounds_of_the_whole_model(codec: str) -> None:
-    chosen = decide(Exchange.of_gradients(4_000_000, codec), site(1e8), 1000, 0)
+    chosen = decide(Traffic.of_gradients(4_000_000, codec), site(1e8), 1000, 0)
     assert chosen.verdict == "take"
     assert (chosen.rounds.num_fragments, chosen.rounds.overlap_steps) == (1, 0)
     assert chosen.rounds.inner_steps > 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.algorithm import SyncSchedule
-from diloco.plan import IDEAL, Parcel, Site, simulate
+from diloco.plan import IDEAL, Deployment, Parcel, simulate
 from diloco.transport import Link
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,9 @@ def test_nearly_all_cells_are_the_published_ones() -> None:
         parameters, layers, step_s = MODELS[name]
         schedule, parcels = traffic(parameters, layers, method)
         steps = {"steps": 5 * schedule.inner_steps, "measure_from": 3 * schedule.inner_steps}
-        sites = [Site(links=(Link(1e9 * rate),) * 2, step_time_s=(step_s,) * 2, conditions=IDEAL) for rate in GRID]
+        sites = [
+            Deployment(links=(Link(1e9 * rate),) * 2, step_time_s=(step_s,) * 2, conditions=IDEAL) for rate in GRID
+        ]
         reached = np.array([simulate(schedule, parcels, site, **steps).compute_utilization for site in sites])
         for target, published in zip(TARGETS, row, strict=True):
             point = int(np.argmin(np.abs(np.log(GRID / published))))

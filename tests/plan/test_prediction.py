@@ -9,20 +9,20 @@ import pytest
 
 from benchmarks.simulator.__main__ import accuracy
 from diloco.algorithm import SyncSchedule, make_codec
-from diloco.plan import ACCURACY, Conditions, Exchange, Site, predict, table
+from diloco.plan import ACCURACY, Conditions, Deployment, Traffic, predict, table
 from diloco.transport import Link
 
 NO_WORK = Conditions(average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-STREAMING = Exchange(
+STREAMING = Traffic(
     schedule=SyncSchedule(inner_steps=50, num_fragments=4, overlap_steps=5),
     fragment_sizes=(2_000_000, 2_000_000, 2_000_000, 1_000_000),
     codec=make_codec("fp4"),
 )
 
 
-def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 2, step_s: float = 0.25, **how: Any) -> Site:
+def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 2, step_s: float = 0.25, **how: Any) -> Deployment:
     links, times = (Link(bandwidth, latency),) * replicas, (step_s,) * replicas
-    return Site(links=links, step_time_s=times, conditions=replace(NO_WORK, **how))
+    return Deployment(links=links, step_time_s=times, conditions=replace(NO_WORK, **how))
 
 
 def test_the_stated_errors_are_those_of_the_committed_results_of_the_benchmark() -> None:
@@ -81,11 +81,11 @@ def test_encoded_means_and_whole_contributions_change_the_bytes() -> None:
 
 
 def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
-    cost = predict(Exchange.of_gradients(1_000_000), site(8e6, latency=0.0))
+    cost = predict(Traffic.of_gradients(1_000_000), site(8e6, latency=0.0))
     (whole,) = cost.fragments
     assert (cost.inner_steps, cost.codec, cost.sent_bytes_per_step) == (1, "float32", 4e6)
     assert whole.waited_s == pytest.approx(4)
-    rows = table(Exchange.of_gradients(1_000_000), site(8e6))
+    rows = table(Traffic.of_gradients(1_000_000), site(8e6))
     bytes_of = {(row.inner_steps, row.codec): row.sent_bytes_per_step for row in rows}
     assert bytes_of[10, "float32"] == 4e5, "DiLoCo in its place"
 

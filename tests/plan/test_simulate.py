@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import Codec, Contribution, RoundId, Send, SyncSchedule, Uplink, make_codec
 from diloco.errors import ConfigurationError
-from diloco.plan import IDEAL, Exchange, Parcel, Simulated, Site, fragment_sizes, simulate
+from diloco.plan import IDEAL, Deployment, Parcel, Simulated, Traffic, fragment_sizes, simulate
 from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
 FP4, FLOAT32 = make_codec("fp4"), make_codec("float32")
@@ -24,13 +24,13 @@ TWO_CYCLES: Any = {"steps": 50, "measure_from": 30}  # of 10 steps, in the stead
 def parcels_of(
     schedule: SyncSchedule, sizes: Sequence[int], codec: Codec, replicas: int, uplinks: Sequence[Uplink] = ()
 ) -> tuple[Parcel, ...]:
-    return Exchange(schedule=schedule, fragment_sizes=tuple(sizes), codec=codec).parcels(replicas, uplinks)
+    return Traffic(schedule=schedule, fragment_sizes=tuple(sizes), codec=codec).parcels(replicas, uplinks)
 
 
-def site(links: Sequence[Link], *times_s: float, **how: float) -> Site:
+def site(links: Sequence[Link], *times_s: float, **how: float) -> Deployment:
     """Return replicas with these links and step times, or one for all, and no overheads but those given."""
     times_s = times_s if len(times_s) == len(links) else times_s * len(links)
-    return Site(links=tuple(links), step_time_s=times_s, conditions=dataclasses.replace(IDEAL, **how))
+    return Deployment(links=tuple(links), step_time_s=times_s, conditions=dataclasses.replace(IDEAL, **how))
 
 
 @st.composite

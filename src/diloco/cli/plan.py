@@ -42,7 +42,7 @@ from diloco.units import (
 )
 
 if TYPE_CHECKING:
-    from diloco.plan import Exchange, Prediction, Site
+    from diloco.plan import Deployment, Prediction, Traffic
 
 DESCRIPTION = """Say whether a link is good enough for the settings of `diloco train`, and which to take instead if it
 is not. Below that: compute utilisation, bytes and waiting, for each fragment, for other H and
@@ -188,11 +188,11 @@ def _model(
 def _record(
     options: PlanSettings, settings: Configuration, model: dict[str, Any], sizes: Sequence[int]
 ) -> dict[str, Any]:
-    from diloco.plan import ACCURACY, Exchange, decide, predict, run_cost, table
+    from diloco.plan import ACCURACY, Traffic, decide, predict, run_cost, table
 
-    site = _site(options, settings, model["flops_per_token"])
-    exchange = Exchange.of(settings, sizes)
-    own, gradients = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
+    site = _deployment(options, settings, model["flops_per_token"])
+    exchange = Traffic.of(settings, sizes)
+    own, gradients = predict(exchange, site), predict(Traffic.of_gradients(sum(sizes)), site)
     steps = settings.train.steps
     start = 0 if settings.algorithm == "data-parallel" else settings.train.data_parallel_steps
     run = run_cost(own, gradients, steps, start)
@@ -219,10 +219,10 @@ def _record(
     }
 
 
-def _curves(exchange: Exchange, site: Site, chosen: Prediction) -> dict[str, Any]:
+def _curves(exchange: Traffic, site: Deployment, chosen: Prediction) -> dict[str, Any]:
     """Return the utilisation of the candidates over the bandwidth of the links, all scaled alike."""
     from diloco.algorithm import make_codec
-    from diloco.plan import Exchange, curve
+    from diloco.plan import Traffic, curve
 
     own, most = exchange.schedule, max(link.bandwidth_bits_per_s for link in site.links)
     candidates = {_name(own.inner_steps, own.num_fragments, own.overlap_steps, exchange.codec.name): exchange}
@@ -231,7 +231,7 @@ def _curves(exchange: Exchange, site: Site, chosen: Prediction) -> dict[str, Any
     candidates.setdefault(
         name, replace(exchange, schedule=schedule, codec=make_codec(chosen.codec), gradients=chosen.inner_steps == 1)
     )
-    candidates["data-parallel, float32"] = Exchange.of_gradients(sum(exchange.fragment_sizes))
+    candidates["data-parallel, float32"] = Traffic.of_gradients(sum(exchange.fragment_sizes))
     factors = [rate / most for rate in BANDWIDTHS]
     return {
         "bandwidth_bits_per_s": BANDWIDTHS,
@@ -243,8 +243,8 @@ def _name(inner_steps: int, num_fragments: int, overlap_steps: int, codec: str) 
     return f"H = {inner_steps}, P = {num_fragments}, tau = {overlap_steps}, {codec}"
 
 
-def _site(options: PlanSettings, settings: Configuration, flops_per_token: float) -> Site:
-    from diloco.plan import Conditions, Site
+def _deployment(options: PlanSettings, settings: Configuration, flops_per_token: float) -> Deployment:
+    from diloco.plan import Conditions, Deployment
     from diloco.transport import Link
 
     emulated, replicas = settings.emulate, settings.network.replicas
@@ -273,7 +273,7 @@ def _site(options: PlanSettings, settings: Configuration, flops_per_token: float
         tokens = settings.train.batch_size * settings.train.sequence_length
         step_times = (flops_per_token * tokens / (options.mfu * _peak_flops_per_s(options.gpus)),)
     times = per_replica(step_times, "--step-time", "250ms, or --gpus '8 H100'")
-    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
+    return Deployment(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
 
 
 def _peak_flops_per_s(gpus: str) -> float:

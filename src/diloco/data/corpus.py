@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from diloco.data.batches import Batch, Batches, Cursor, Drawing, Sampler, as_message, deal, read_message
 from diloco.data.chat import ChatTokenizer, PackedRows, chat_rows, heldout_rows
 from diloco.data.settings import DataSettings
-from diloco.data.source import Identity, Source, warn_once
+from diloco.data.source import DataIdentity, Source, warn_once
 from diloco.data.split import MANY, Survey, survey
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.data.tokens import SPLITS, PackedTokens, TokenFolder, encode, encode_splits, pack, token_folders
@@ -75,7 +75,7 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024, tokenizer:
         tokenizer = folders[0].tokenizer()
         _check_settings(settings, folders, tokenizer)
         train, heldout = _of_folders(folders, tokenizer)
-        identity = [Identity(folder.path.name, f"{folder.splits['train'].digest}") for folder in folders]
+        identity = [DataIdentity(folder.path.name, f"{folder.splits['train'].digest}") for folder in folders]
     else:
         source = Source(settings)
         split = survey(source.documents(), settings.heldout_fraction).split
@@ -157,7 +157,7 @@ def _fingerprint(tokenizer: Tokenizer, train: PackedTokens | PackedRows, heldout
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
 
 
-def _in_words(identity: Sequence[Identity]) -> str:
+def _in_words(identity: Sequence[DataIdentity]) -> str:
     if len(identity) > _MAX_FILES:
         digest = xxhash.xxh3_64_hexdigest(" ".join(part.content for part in identity).encode())
         return f"{len(identity):,} files ({digest})"
@@ -218,7 +218,7 @@ PIECE_CHARACTERS = 65_536
 """While streaming, a longer document is dealt to the replicas in pieces of this length, each a document."""
 
 
-class _Place(msgspec.Struct, kw_only=True):
+class _Position(msgspec.Struct, kw_only=True):
     """Where a replica is in the documents; part of its cursor."""
 
     rows: Any = None  # the state of the data set before the block of documents to draw from; None: at the beginning
@@ -246,7 +246,7 @@ class DocumentStream(Batches):
             self._warn_of_shares(look.trained)
         self._thread = ThreadPoolExecutor(1, f"batches of replica {self._replica}")  # it starts with the first batch
         self._next: Future[tuple[Batch, Cursor]] | None = None
-        self._restore({**self._origin, "drawn": 0, "place": as_message(_Place(last=tokenizer.eos_id))})
+        self._restore({**self._origin, "drawn": 0, "place": as_message(_Position(last=tokenizer.eos_id))})
 
     @property
     def epochs(self) -> float:
@@ -291,30 +291,30 @@ class DocumentStream(Batches):
 
     def _restore(self, state: Cursor) -> None:
         wait([self._next] if self._next else [])
-        self._next, self._cursor, self._place = None, state, read_message(state["place"], _Place)
-        self._blocks = self._read(self._place.rows, self._place.dealt, self._place.epoch)
+        self._next, self._cursor, self._position = None, state, read_message(state["place"], _Position)
+        self._blocks = self._read(self._position.rows, self._position.dealt, self._position.epoch)
         self._tokens: NDArray[Any] = np.zeros(0, np.int64)  # of the block of documents; the next batch reads them
 
     def _draw(self) -> tuple[Batch, Cursor]:
         """Make the batch after the last one that was returned."""
-        if self._place.offset > len(self._tokens):
+        if self._position.offset > len(self._tokens):
             self._tokens = next(self._blocks).tokens
         rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64, device="cpu")
-        cursor = {**self._origin, "drawn": self._cursor["drawn"] + 1, "place": as_message(self._place)}
+        cursor = {**self._origin, "drawn": self._cursor["drawn"] + 1, "place": as_message(self._position)}
         return (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), cursor
 
     def _row(self) -> list[int]:
         """Return the token before the next ones to draw, and those."""
-        place, row = self._place, [self._place.last]
+        position, row = self._position, [self._position.last]
         while len(row) <= self._length:
-            if place.offset >= len(self._tokens):
+            if position.offset >= len(self._tokens):
                 block = next(self._blocks)
-                place.rows, place.dealt, place.epoch, place.offset = block.rows, block.dealt, block.epoch, 0
+                position.rows, position.dealt, position.epoch, position.offset = block.rows, block.dealt, block.epoch, 0
                 self._tokens = block.tokens
-            tokens = self._tokens[place.offset :][: self._length + 1 - len(row)].tolist()
+            tokens = self._tokens[position.offset :][: self._length + 1 - len(row)].tolist()
             row += tokens
-            place.offset += len(tokens)
-        place.last = row[-1]
+            position.offset += len(tokens)
+        position.last = row[-1]
         return row
 
     def _read(self, rows: Any, dealt: int, epoch: int) -> Iterator[_Block]:

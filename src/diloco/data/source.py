@@ -84,7 +84,7 @@ class Source:
                 "make a folder of tokens of each (diloco tokenize)."
             )
 
-    def identity(self) -> list[Identity]:
+    def identity(self) -> list[DataIdentity]:
         """Return what tells this data from other data, for each file or data set in the order of reading."""
         return [identity for part in self.parts for identity in part.identity()]
 
@@ -139,7 +139,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Identity:
+class DataIdentity:
     """What tells a file or data set from others: wherever it is and whenever it was written, its content alone."""
 
     name: str  # for messages
@@ -196,15 +196,15 @@ class DataSet:
     all_rows: Any  # a ``Dataset``, or with ``data.streaming`` an ``IterableDataset``
     files: Sequence[str]  # the local files that it consists of, if it is known and there are any
 
-    def identity(self) -> Iterator[Identity]:
+    def identity(self) -> Iterator[DataIdentity]:
         """Yield what is known of the data set, and the identity of its local files."""
         rows = self.all_rows
         shards = None if self.files else getattr(rows, "num_shards", None)
         about = f"version {rows.info.version}, {rows.features}, {shards} shards"
-        yield Identity("the data set", xxhash.xxh3_64_hexdigest(about.encode()))
+        yield DataIdentity("the data set", xxhash.xxh3_64_hexdigest(about.encode()))
         for path in self.files:
             with open(path, "rb") as file:
-                yield Identity(Path(path).name, _digest(file, os.path.getsize(path)))
+                yield DataIdentity(Path(path).name, _digest(file, os.path.getsize(path)))
 
     def rows(self) -> Iterator[Row]:
         """Yield every record."""
@@ -260,12 +260,12 @@ class StandardLibrary:
     distributor changed the files.
     """
 
-    def identity(self) -> Iterator[Identity]:
+    def identity(self) -> Iterator[DataIdentity]:
         """Yield that of all files together."""
         digest = xxhash.xxh3_64()
         for _, text in self.rows():
             digest.update(text.encode())
-        yield Identity("Python's standard library", digest.hexdigest())
+        yield DataIdentity("Python's standard library", digest.hexdigest())
 
     def rows(self) -> Iterator[Row]:
         """Yield every file as a document."""
@@ -340,14 +340,14 @@ class File:
     name: str  # the path or URL, for messages
     listed: Mapping[str, Any]  # what the file system says of it
 
-    def identity(self) -> Iterator[Identity]:
+    def identity(self) -> Iterator[DataIdentity]:
         """Yield its own; the digest is that of the store, if it has one."""
         tag = next((self.listed[name] for name in _DIGESTS if self.listed.get(name)), None)
         if tag is None:
             with as_data_error(self.name), self.system.open(self.path, "rb") as file:
                 tag = _digest(file, self.system.info(self.path)["size"])
         name = Path(self.path).name
-        yield Identity(name, f"{'.'.join(_suffixes(name))} {str(tag).strip(chr(34))}")
+        yield DataIdentity(name, f"{'.'.join(_suffixes(name))} {str(tag).strip(chr(34))}")
 
     def rows(self) -> Iterator[Row]:
         """Yield its records, or its document."""

@@ -9,9 +9,9 @@ from .prediction import table as table
 from .simulate import ACCURACY as ACCURACY
 from .simulate import IDEAL as IDEAL
 from .simulate import Conditions as Conditions
-from .simulate import Exchange as Exchange
+from .simulate import Deployment as Deployment
 from .simulate import Parcel as Parcel
 from .simulate import Simulated as Simulated
-from .simulate import Site as Site
+from .simulate import Traffic as Traffic
 from .simulate import fragment_sizes as fragment_sizes
 from .simulate import simulate as simulate

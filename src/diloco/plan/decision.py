@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.plan.prediction import INNER_STEPS, Prediction, codecs_by_size, predict, utilization
-from diloco.plan.simulate import Exchange, Site
+from diloco.plan.simulate import Deployment, Traffic
 
 ENOUGH = 0.95
 """The utilisation of a whole run from which a link is good enough."""
@@ -62,37 +62,42 @@ class Decision:
     needed_bits_per_s: float | None = None  # too slow: the slowest link's bandwidth for the settings as given, if any
 
 
-def decide(exchange: Exchange, site: Site, steps: int, start_steps: int) -> Decision:
+def decide(traffic: Traffic, deployment: Deployment, steps: int, start_steps: int) -> Decision:
     """Decide for a run of ``steps`` steps, of which ``start_steps`` are a shared start.
 
     Settings that keep `ENOUGH` of the time for training are kept. Otherwise a longer overlap is tried, then a coarser
     codec, then a larger H, since in this order they cost the least loss; a shared start that is in the way is
     shortened.
     """
-    own, gradients = predict(exchange, site), predict(Exchange.of_gradients(sum(exchange.fragment_sizes)), site)
+    own, gradients = (
+        predict(traffic, deployment),
+        predict(Traffic.of_gradients(sum(traffic.fragment_sizes)), deployment),
+    )
     run = run_cost(own, gradients, steps, start_steps)
     if run.compute_utilization >= ENOUGH:
         return Decision(verdict="keep", rounds=own, run=run)
-    *_, last = _choices(exchange, site, steps - start_steps)  # waits least
-    if utilization(last, site) < ENOUGH:
-        best = max(predict(last, site), own, key=lambda rounds: round(rounds.compute_utilization, 3))
-        run, needed = run_cost(best, gradients, steps, start_steps), _needed_bandwidth(exchange, site)
+    *_, last = _choices(traffic, deployment, steps - start_steps)  # waits least
+    if utilization(last, deployment) < ENOUGH:
+        best = max(predict(last, deployment), own, key=lambda rounds: round(rounds.compute_utilization, 3))
+        run, needed = run_cost(best, gradients, steps, start_steps), _needed_bandwidth(traffic, deployment)
         return Decision(verdict="slow", rounds=best, run=run, needed_bits_per_s=needed)
     chosen = next(
-        choice for choice in _choices(exchange, site, steps - start_steps) if utilization(choice, site) >= ENOUGH
+        choice
+        for choice in _choices(traffic, deployment, steps - start_steps)
+        if utilization(choice, deployment) >= ENOUGH
     )
-    rounds = predict(chosen, site)
+    rounds = predict(chosen, deployment)
     starts = [run_cost(rounds, gradients, steps, start) for start in (*range(start_steps, SHORTEST_START, -1), 0)]
     run = next(cost for cost in starts if cost.compute_utilization >= ENOUGH)
     return Decision(verdict="take", rounds=rounds, run=run)
 
 
-def _choices(exchange: Exchange, site: Site, steps: int) -> Iterator[Exchange]:
-    """Yield the exchange, then with a longer overlap, a coarser codec and a larger H, in the order of preference."""
-    if exchange.gradients:
-        yield exchange
-        exchange = replace(exchange, gradients=False)  # the whole model is sent every H steps instead
-    own, codec = exchange.schedule, exchange.codec
+def _choices(traffic: Traffic, deployment: Deployment, steps: int) -> Iterator[Traffic]:
+    """Yield the traffic, then with a longer overlap, a coarser codec and a larger H, in the order of preference."""
+    if traffic.gradients:
+        yield traffic
+        traffic = replace(traffic, gradients=False)  # the whole model is sent every H steps instead
+    own, codec = traffic.schedule, traffic.codec
     most = max(own.inner_steps, steps // LEAST_ROUNDS)
     known = codecs_by_size(with_feedback=False)  # who wants that asks for it
     names = [codec.name for codec in known]
@@ -100,41 +105,41 @@ def _choices(exchange: Exchange, site: Site, steps: int) -> Iterator[Exchange]:
     for inner_steps in (own.inner_steps, *(H for H in INNER_STEPS if own.inner_steps < H <= most)):
         for sent_as in (codec, *coarser):
             schedule = replace(own, inner_steps=inner_steps, offsets=None)
-            changed = replace(exchange, schedule=own if inner_steps == own.inner_steps else schedule, codec=sent_as)
+            changed = replace(traffic, schedule=own if inner_steps == own.inner_steps else schedule, codec=sent_as)
             yield changed
-            overlap = _overlap_of_a_round(changed, site)
+            overlap = _overlap_of_a_round(changed, deployment)
             if own.num_fragments > 1 and overlap > own.overlap_steps:
                 yield replace(changed, schedule=replace(changed.schedule, overlap_steps=overlap))
 
 
-def _overlap_of_a_round(exchange: Exchange, site: Site) -> int:
+def _overlap_of_a_round(traffic: Traffic, deployment: Deployment) -> int:
     """Return the number of inner steps in which nine rounds in ten end, and one more; at most a quarter of H."""
-    longest_s = max(fragment.p90_round_s for fragment in predict(exchange, site).fragments)
-    return min(math.ceil(longest_s / min(site.step_time_s)) + 1, exchange.schedule.inner_steps // 4)
+    longest_s = max(fragment.p90_round_s for fragment in predict(traffic, deployment).fragments)
+    return min(math.ceil(longest_s / min(deployment.step_time_s)) + 1, traffic.schedule.inner_steps // 4)
 
 
-def _needed_bandwidth(exchange: Exchange, site: Site) -> float | None:
-    """Return the bandwidth of the slowest link, to 5 %, at which the exchange would do if all were faster alike.
+def _needed_bandwidth(traffic: Traffic, deployment: Deployment) -> float | None:
+    """Return the bandwidth of the slowest link, to 5 %, at which the traffic would do if all were faster alike.
 
     It is None if `_WIDEST` times as much would not do, because of the latency.
     """
     low, high = 1.0, _WIDEST
-    if curve(exchange, site, [high])[0] < ENOUGH:
+    if curve(traffic, deployment, [high])[0] < ENOUGH:
         return None
     while high / low > 1.05:
         middle = math.sqrt(low * high)
-        if curve(exchange, site, [middle])[0] >= ENOUGH:
+        if curve(traffic, deployment, [middle])[0] >= ENOUGH:
             high = middle
         else:
             low = middle
-    return high * min(link.bandwidth_bits_per_s for link in site.links)
+    return high * min(link.bandwidth_bits_per_s for link in deployment.links)
 
 
-def curve(exchange: Exchange, site: Site, factors: Sequence[float]) -> list[float]:
+def curve(traffic: Traffic, deployment: Deployment, factors: Sequence[float]) -> list[float]:
     """Return the compute utilisation with ``factor`` times the bandwidth of every link, for each factor."""
-    return [utilization(exchange, _faster(site, factor)) for factor in factors]
+    return [utilization(traffic, _faster(deployment, factor)) for factor in factors]
 
 
-def _faster(site: Site, factor: float) -> Site:
-    links = [replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor) for link in site.links]
-    return replace(site, links=tuple(links))
+def _faster(deployment: Deployment, factor: float) -> Deployment:
+    links = [replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor) for link in deployment.links]
+    return replace(deployment, links=tuple(links))

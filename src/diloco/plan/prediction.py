@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco.algorithm import CODECS, Codec, make_codec
-from diloco.plan.simulate import IDEAL, Exchange, Parcel, Simulated, Site, simulate
+from diloco.plan.simulate import IDEAL, Deployment, Parcel, Simulated, Traffic, simulate
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
 
@@ -25,7 +25,7 @@ class FragmentCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The cost of an exchange in the steady state."""
+    """The cost of traffic in the steady state."""
 
     inner_steps: int  # H; 1 for data-parallel steps
     num_fragments: int  # P
@@ -41,18 +41,18 @@ class Prediction:
     fragments: tuple[FragmentCost, ...]
 
 
-def predict(exchange: Exchange, site: Site) -> Prediction:
-    """Simulate a cycle of H steps under the conditions of ``site``, under those at p90, and without overheads."""
-    schedule = exchange.schedule
-    parcels, typical = _simulated(exchange, site)
-    _, p90 = _simulated(exchange, replace(site, conditions=site.conditions.at_p90()))
-    _, ideal = _simulated(exchange, replace(site, conditions=IDEAL))
+def predict(traffic: Traffic, deployment: Deployment) -> Prediction:
+    """Simulate a cycle of H steps under the conditions of ``deployment``, under those at p90, and without overheads."""
+    schedule = traffic.schedule
+    parcels, typical = _simulated(traffic, deployment)
+    _, p90 = _simulated(traffic, replace(deployment, conditions=deployment.conditions.at_p90()))
+    _, ideal = _simulated(traffic, replace(deployment, conditions=IDEAL))
     rounds, slow = ({merged.fragment: merged for merged in run.merged} for run in (typical, p90))
     return Prediction(
         inner_steps=schedule.inner_steps,
         num_fragments=schedule.num_fragments,
         overlap_steps=schedule.overlap_steps,
-        codec=exchange.codec.name,
+        codec=traffic.codec.name,
         compute_utilization=typical.compute_utilization,
         p90_utilization=min(p90.compute_utilization, typical.compute_utilization),  # guard against round-off
         ideal_utilization=ideal.compute_utilization,
@@ -76,16 +76,16 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
     )
 
 
-def utilization(exchange: Exchange, site: Site) -> float:
+def utilization(traffic: Traffic, deployment: Deployment) -> float:
     """Return the compute utilisation alone, typical, in a third of the time."""
-    return _simulated(exchange, site)[1].compute_utilization
+    return _simulated(traffic, deployment)[1].compute_utilization
 
 
-def _simulated(exchange: Exchange, site: Site) -> tuple[tuple[Parcel, ...], Simulated]:
-    schedule, conditions = exchange.schedule, site.conditions
-    here = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
-    parcels = exchange.parcels(len(site.links), here.uplinks(schedule.transfer_steps))
-    begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
+def _simulated(traffic: Traffic, deployment: Deployment) -> tuple[tuple[Parcel, ...], Simulated]:
+    schedule, conditions = traffic.schedule, deployment.conditions
+    here = replace(deployment, conditions=conditions.scaled(0.0) if traffic.gradients else conditions)
+    parcels = traffic.parcels(len(deployment.links), here.uplinks(schedule.transfer_steps))
+    begin, dynamic = 3 * schedule.inner_steps, traffic.dynamic_steps  # every fragment has had two rounds
     steps = begin + schedule.inner_steps
     return parcels, simulate(schedule, parcels, here, steps=steps, measure_from=begin, dynamic=dynamic)
 
@@ -106,8 +106,8 @@ def codecs_by_size(*, with_feedback: bool = True) -> list[Codec]:
     return [codec for _, codec in sorted(by_size.items(), reverse=True)]
 
 
-def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple[Prediction, ...]:
-    """Predict ``exchange`` with every H and codec in place of its own, and with its own.
+def table(traffic: Traffic, deployment: Deployment, most_steps: float = math.inf) -> tuple[Prediction, ...]:
+    """Predict ``traffic`` with every H and codec in place of its own, and with its own.
 
     In place of gradients, it is the whole model that is sent every H steps. An H above ``most_steps`` is left out, and
     so is one below the number of fragments or of overlapped steps.
@@ -115,14 +115,14 @@ def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple
     Returns:
         The predictions, the highest utilisation (to 0.1 %) first, then the fewest bytes.
     """
-    own = exchange.schedule
+    own = traffic.schedule
     least = max(own.num_fragments, own.overlap_steps)
     schedules = {H: replace(own, inner_steps=H, offsets=None) for H in INNER_STEPS if least <= H <= most_steps}
     named = {codec.name: codec for codec in codecs_by_size()}
-    if not exchange.gradients:
-        schedules[own.inner_steps], named[exchange.codec.name] = own, exchange.codec
+    if not traffic.gradients:
+        schedules[own.inner_steps], named[traffic.codec.name] = own, traffic.codec
     rows = [
-        predict(replace(exchange, schedule=schedule, codec=codec, gradients=False), site)
+        predict(replace(traffic, schedule=schedule, codec=codec, gradients=False), deployment)
         for schedule in schedules.values()
         for codec in named.values()
     ]

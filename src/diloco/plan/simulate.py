@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Parcel:
-    """The traffic of one round of one fragment."""
+    """What one round of one fragment sends."""
 
     sent_bytes: Floats  # by replica, ``(M,)``
     received_bytes: Floats
@@ -53,7 +53,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Traffic:
     """What replicas send each other, and when."""
 
     schedule: SyncSchedule
@@ -65,8 +65,8 @@ class Exchange:
     gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
 
     @classmethod
-    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
-        """Return the exchange of resolved ``settings`` for a model with these fragments."""
+    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Traffic:
+        """Return the traffic of resolved ``settings`` for a model with these fragments."""
         if settings.algorithm == "data-parallel":
             return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
         components = outer_components(settings.sync)
@@ -80,16 +80,16 @@ class Exchange:
         )
 
     @classmethod
-    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
-        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
+    def of_gradients(cls, parameters: int, codec: str = "float32") -> Traffic:
+        """Return the traffic of data-parallel steps, as the trainer takes them: all gradients after the step."""
         schedule = SyncSchedule(inner_steps=1)
         return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
 
     def parcels(self, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> tuple[Parcel, ...]:
         """Return what ``num_replicas`` replicas send, by the exchange that transports choose for their ``uplinks``.
 
-        >>> exchange = Exchange(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
-        >>> exchange.parcels(2)[0].sent_bytes
+        >>> traffic = Traffic(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
+        >>> traffic.parcels(2)[0].sent_bytes
         array([504., 504.])
         """
         how: Any = {"mean": self.mean, "whole": self.whole, "uplinks": uplinks}
@@ -215,7 +215,7 @@ IDEAL = Conditions(congestion_control=None, header_trips=0.0).scaled(0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class Deployment:
     """The replicas and links of a run."""
 
     links: tuple[Link, ...]  # one for each replica
@@ -267,18 +267,18 @@ class Simulated:
         return float((self.compute_s + self.waited_s + self.spent_s).max())
 
 
-class _Run:
+class _Clocks:
     """The clocks and links of all replicas, and what they have waited and sent since the first step."""
 
-    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
-        self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
-        others, latency_s = len(site.links) - 1, np.array([link.latency_s for link in site.links])
+    def __init__(self, parcels: Sequence[Parcel], deployment: Deployment, computed_s: Floats) -> None:
+        self._parcels, self._conditions, self._computed_s = parcels, deployment.conditions, computed_s
+        others, latency_s = len(deployment.links) - 1, np.array([link.latency_s for link in deployment.links])
         self._connections = max(1, others) * streams_to_each(others)
-        bandwidth = np.array([link.bandwidth_bits_per_s for link in site.links])
+        bandwidth = np.array([link.bandwidth_bits_per_s for link in deployment.links])
         rates = self._conditions.carried_bits_per_s(bandwidth, 2 * latency_s, self._connections)
         self._links = Links(rates, latency_s)
         self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
-        self._waited_s = self._spent_s = self._sent_bytes = np.zeros(len(site.links))
+        self._waited_s = self._spent_s = self._sent_bytes = np.zeros(len(deployment.links))
         self._merged: list[SimulatedRound] = []
         # fragment -> end of encoding, commit; in the order of sending
         self._in_flight: dict[int, tuple[Floats, Floats]] = {}
@@ -336,7 +336,7 @@ class _Run:
 def simulate(
     schedule: SyncSchedule,
     parcels: Sequence[Parcel],
-    site: Site,
+    deployment: Deployment,
     *,
     steps: int,
     measure_from: int = 0,
@@ -350,15 +350,17 @@ def simulate(
         dynamic: whether replicas slower than the fastest skip steps (DyLU).
 
     >>> from diloco.algorithm import make_codec
-    >>> from diloco.plan import IDEAL, Exchange
+    >>> from diloco.plan import IDEAL, Traffic
     >>> from diloco.transport import Link
     >>> schedule = SyncSchedule(inner_steps=10)
-    >>> diloco = Exchange(schedule=schedule, fragment_sizes=(1_000_000,), codec=make_codec("float32"))
-    >>> two = Site(links=(Link(8e6),) * 2, step_time_s=(1.0, 1.0), conditions=IDEAL)
+    >>> diloco = Traffic(schedule=schedule, fragment_sizes=(1_000_000,), codec=make_codec("float32"))
+    >>> two = Deployment(links=(Link(8e6),) * 2, step_time_s=(1.0, 1.0), conditions=IDEAL)
     >>> simulate(schedule, diloco.parcels(2), two, steps=20).compute_utilization  # two rounds of 4 s
     0.714...
     """
-    run = _Run(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
+    run = _Clocks(
+        parcels, deployment, _computed_s(deployment.step_time_s, steps, schedule.inner_steps if dynamic else None)
+    )
     run.act(schedule, after=0, until=measure_from)
     warm_up = run.measured(measure_from)
     run.act(schedule, after=measure_from, until=steps)

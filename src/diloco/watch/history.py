@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20  # of all rounds, if they are not trusted
 
 
 @dataclass(slots=True)
-class Round:
+class Cell:
     """One round, as the replicas have reported it."""
 
     step: int = 0  # the step of its newest record
@@ -77,12 +77,12 @@ class Grid:
     """The newest rounds of every fragment, built from the events of all replicas in any order among replicas."""
 
     def __init__(self) -> None:
-        self.cells: dict[tuple[int, int], Round] = {}  # (fragment, outer step) -> round
+        self.cells: dict[tuple[int, int], Cell] = {}  # (fragment, outer step) -> round
         self.merged = self.void = 0  # numbers of rounds so far that a replica merged, and that were void
         self.newest: dict[int, int] = {}  # fragment -> its newest outer step, as the following are set by `prune`
         self._reached: dict[int, dict[int, int]] = {}  # fragment -> replica -> its newest outer step
 
-    def recent(self) -> list[Round]:
+    def recent(self) -> list[Cell]:
         """Return the newest rounds of all fragments, the newest first."""
         newest_first = sorted(self.cells.items(), key=lambda item: (item[1].step, item[0]), reverse=True)
         return [cell for _, cell in newest_first[:MAX_RECENT]]
@@ -103,7 +103,7 @@ class Grid:
             return
         reached = self._reached.setdefault(fragment, {})
         reached[event.replica] = max(outer_step, reached.get(event.replica, 0))
-        cell = self.cells.setdefault(key, Round())
+        cell = self.cells.setdefault(key, Cell())
         cell.step = max(cell.step, event.step)
         match event:
             case RoundSent():
