@@ -25,6 +25,7 @@ from diloco.errors import (
 )
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.outer import DiLoCo
+from diloco.protocol import Rules
 from diloco.signals import StopAsked
 from diloco.train import Fleet, MetFleet, RunSettings, Session, make_transport, run_training
 from diloco.trained import load_trained
@@ -169,8 +170,9 @@ class LosesOthers(MetFleet):
         (transport,) = make_transport(settings).endpoints
         directory = mock.MagicMock(joining=False, findings=deque())
         directory.transport.views.replaced, directory.details.return_value = False, {}
-        directory.transport.rules.together = False
-        super().__init__(directory, MeetingPlace())
+        directory.transport.entries.return_value = {}
+        with mock.patch("diloco.train.fleet.connect", return_value=directory):
+            super().__init__(MeetingPlace(), Rules(together=False))
         self.transports = [transport]
         self.lost = False
 
