@@ -25,7 +25,6 @@ from diloco.errors import (
 )
 from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.outer import DiLoCo
-from diloco.protocol import Rules
 from diloco.signals import StopAsked
 from diloco.train import Fleet, MetFleet, RunSettings, Session, make_transport, run_training
 from diloco.trained import load_trained
@@ -167,14 +166,11 @@ class LosesOthers(MetFleet):
     """A fleet of one replica, which loses the others before step 4 and finds them at step 8."""
 
     def __init__(self, settings: RunSettings) -> None:
-        (transport,) = make_transport(settings).endpoints
-        directory = mock.MagicMock(joining=False, findings=deque())
+        Fleet.__init__(self, make_transport(settings).endpoints)  # it has met nobody
+        directory = mock.MagicMock(findings=deque())
         directory.transport.views.replaced, directory.details.return_value = False, {}
-        directory.transport.entries.return_value = {}
-        with mock.patch("diloco.train.fleet.connect", return_value=directory):
-            super().__init__(MeetingPlace(), Rules(together=False))
-        self.transports = [transport]
-        self.lost = False
+        self._changed, self._news, self._listening = threading.Condition(), [], None
+        self.directory, self.place, self.rejoins, self.lost = directory, MeetingPlace(), True, False
 
     def failure(self) -> TransportError | None:
         now, self.lost = self.lost, False
