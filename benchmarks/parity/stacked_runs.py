@@ -9,6 +9,7 @@ from diloco.model import DecoderSettings
 
 MODELS = {
     "0.13M": DecoderSettings(vocab_size=257, layers=2, width=64, heads=2, ffn_width=176),
+    "0.23M": DecoderSettings(vocab_size=257, layers=4, width=64, heads=2, ffn_width=176),
     "0.3M": DecoderSettings(vocab_size=257, layers=2, width=96, heads=3, ffn_width=304),
     "0.87M": DecoderSettings(vocab_size=257, ffn_width=352),
     "6M": DecoderSettings(vocab_size=257, layers=8, width=256, heads=8, ffn_width=704),
@@ -191,7 +192,10 @@ GROUPS = {
     "unknown end": each(*(FAST | {"final_ratio": 1.0} | way for way in (DATA_PARALLEL, {})), seeds=(0,)),
     "unequal overlaps": each(FAST | {"overlaps": (1, 2, 3, 5)}, seeds=(0,)),
     "fragments": each(
-        *(QUICK_START | {"steps": 200, "start": 60, "strategy": way} for way in ("strided", "sequential")),
+        *(
+            rate(1.6e-2) | {"model": "0.23M", "steps": 200, "start": 60, "strategy": way}
+            for way in ("strided", "sequential")
+        ),
         seeds=(0,),
     ),
     "no communication": each(ADAMW | QUICK_START | rate(2e-3) | ALONE, seeds=(0,)),
