@@ -29,6 +29,7 @@ from benchmarks.wan.run import run_job
 
 HERE = Path(__file__).parent
 RESULTS, GRID_RESULTS, IN_TURN = HERE / "results.json", HERE / "grid.json", HERE / "in_turn.json"
+QUICK_START = HERE / "quick_start.json"  # of benchmarks.wan.quick_start
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results = [each for each in results if each not in same] + [row]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if not loopback:
-        write_report(_read(RESULTS), _read(GRID_RESULTS), _read(IN_TURN), HERE / "README.md")
+        write_report(_read(RESULTS), _read(GRID_RESULTS), _read(IN_TURN), _read(QUICK_START), HERE / "README.md")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

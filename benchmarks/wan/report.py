@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import write_below
+from benchmarks.markdown import table, write_below
 from benchmarks.wan.plan import GRID, LINKS, METHODS, ROUND_VALUES, Link, Work
 
 Row = dict[str, Any]
@@ -17,10 +17,17 @@ HEAD = (
 )
 
 
-def write_report(results: Sequence[Row], grid: Sequence[Row], in_turn: Sequence[Row], path: Path) -> None:
-    """Write the tables below the mark in ``path``: commits in turn, links, rounds alone, and the grid."""
+def write_report(
+    results: Sequence[Row], grid: Sequence[Row], in_turn: Sequence[Row], quick_start: Sequence[Row], path: Path
+) -> None:
+    """Write the tables below the mark in ``path``: commits in turn, the quick start, links, rounds alone, the grid."""
     runs = [row for row in results if not _of_rounds(row)]
-    lines = in_turn_table(in_turn) + _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results)
+    lines = (
+        in_turn_table(in_turn)
+        + quick_start_table(quick_start)
+        + _by_link(runs, LINKS, baseline_s(results))
+        + rounds_table(results)
+    )
     write_below(MARK, "\n".join([*lines, *_by_link(grid, GRID, baseline_s([*results, *grid]), "Grid: ")]), path)
 
 
@@ -44,6 +51,8 @@ def in_turn_table(rows: Sequence[Row]) -> list[str]:
 
 def _in_turn(rows: Sequence[Row], base_s: float) -> str:
     """Return the cell of one commit: its runs' utilisation, then their mean transfers; a run that failed is named."""
+    if not rows:
+        return ""
     shares = [f"{base_s / step_s(row):.1%}" if row["outcome"] == "finished" else row["outcome"] for row in rows]
     means_s = [f"{_mean_transfer_s(row):.2f}" for row in rows if row["outcome"] == "finished"]
     return f"{', '.join(shares)}; {', '.join(means_s)}"
@@ -51,6 +60,39 @@ def _in_turn(rows: Sequence[Row], base_s: float) -> str:
 
 def _mean_transfer_s(row: Row) -> float:
     return statistics.mean([float(value) for replica in row["replicas"] for value in replica["transfers_s"]])
+
+
+def quick_start_table(rows: Sequence[Row]) -> list[str]:
+    """Return the tables of whole runs of the quick start, and of the peers that join one."""
+    lines: list[str] = []
+    if runs := [row for row in rows if "summary" in row]:
+        head = ["three replicas, 20 Mbit/s, 40 ms", "s from begin to end", "sent by a replica: payload, wire (MB)"]
+        cells = [_quick_start(row) for row in runs]
+        lines += [
+            "## The quick start",
+            "",
+            table([*head, "held-out loss", "compute", "same digest", "commit"], cells),
+            "",
+        ]
+    for row in rows:
+        if "joins" in row:
+            cells = [[each["started_at"], each["member_at"], f"{each['member_s']:.1f}"] for each in row["joins"]]
+            head = ["a peer is started at step", "is a member at step", "s from its start"]
+            lines += [f"## Joins, {row['commit']}", "", table(head, cells), ""]
+    return lines
+
+
+def _quick_start(row: Row) -> list[str]:
+    summary, wire = row["summary"], statistics.mean(row["wire_sent_bytes"])
+    return [
+        row["part"],
+        f"{row['wall_s']:.0f}",
+        f"{summary['sent_bytes_per_replica'] / 1e6:.1f}, {wire / 1e6:.1f}",
+        f"{summary['heldout_loss']:.4f}",
+        f"{summary['compute_utilization']:.1%}",
+        "yes" if row["same_digest"] else "no",
+        row["commit"],
+    ]
 
 
 def _by_link(rows: Sequence[Row], links: Sequence[Link], base_s: float, title: str = "") -> list[str]:

@@ -129,7 +129,7 @@ P90_WORK = 1.25  # factor for the work at p90
 TAIL_S = 0.2  # besides two round trips, until the kernel sends a last segment again (RFC 8985, 7.2)
 
 ACCURACY = (
-    "median error 4% of the time of a round (largest 53%) and 0.1% of the whole time (largest 14%), in 26 runs on a CPU"
+    "median error 8% of the time of a round (largest 35%) and 0.2% of the whole time (largest 13%), in 27 runs on a CPU"
 )
 """The errors of predictions, in words."""
 
