@@ -181,6 +181,40 @@ def test_one_that_waits_yields_to_one_that_was_started_again_and_is_further(meet
         started.result(LIMIT_S)
 
 
+def test_one_that_waits_yields_to_one_that_was_started_again_and_is_a_member_elsewhere(
+    meet: Meet, tmp_path: Path
+) -> None:
+    """All others have been started again since they went on without it, so that none of them knows its view."""
+    rules = replace(SOON, min_replicas=3)
+    *ended, last = meet(3, rules=rules, keys=tmp_path)
+    ports = [each.directory.transport.address.port for each in ended]
+    for each in ended:
+        each.close()
+    waiting = last.directory.transport
+    wait_until(lambda: waiting.views.waiting)
+    with rendezvous(2) as address:
+        places = [
+            Place(
+                replica=m,
+                num_replicas=2,
+                rendezvous=address,
+                identity=tmp_path / f"{m}.key",
+                listen=("", range(port, port + 1)),
+            )
+            for m, port in enumerate(ports)
+        ]
+        elsewhere = at_once([lambda place=place: MetFleet(place, SOON) for place in places])
+    try:
+        for each in elsewhere:
+            each.directory.transport.connections.most_ranks = 3
+        wait_until(lambda: waiting.failure)
+        words = r"^replica [01] was started again, and replicas 0, 1 went on without this replica\."
+        assert re.search(words, str(waiting.failure))
+    finally:
+        for each in elsewhere:
+            each.close()
+
+
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet, frozen: int) -> None:
     """The others announced it while this replica was not a member. If it was frozen, they tried several times."""
