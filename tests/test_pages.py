@@ -1,5 +1,7 @@
 """The pages show what their authors meant, and are no longer than a reader can bear."""
 
+import dataclasses
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,3 +72,19 @@ def test_a_page_of_a_benchmark_is_short_outside_its_tables(page: Path) -> None:
 
 def test_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_readme_and_docs_have_at_most_16000_words() -> None:
+    assert sum(len(page.read_text("utf-8").split()) for page in DOCS) <= 16_000
+
+
+@pytest.mark.parametrize(
+    ("section", "members"),
+    re.findall(
+        r"^::: (\S+)\n    options: \{members: \[(.*?)\]", (ROOT / "docs/site/settings.md").read_text("utf-8"), re.M
+    ),
+)
+def test_the_page_of_every_setting_leaves_out_none(section: str, members: str) -> None:
+    module, _, name = section.rpartition(".")
+    fields = dataclasses.fields(getattr(importlib.import_module(module), name))
+    assert members.split(", ") == [field.name for field in fields]
