@@ -34,14 +34,14 @@ def read(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = output_of(f"--preset 1b --replicas 4 {LINK} --device cpu", capsys)
     decision, facts, fragments, bandwidths, others, note = words.split("\n\n")
-    assert decision.startswith("Take --overlap-steps 5: 95% of the time goes into training, and each replica sends ")
+    assert decision.startswith("Take --overlap-steps 6: 95% of the time goes into training, and each replica sends ")
     named = dict(line.split("  ", 1) for line in facts.splitlines())
     assert named["settings"].strip() == "1b: streaming, H = 125, P = 9, tau = 1, fp4"
     assert "at p90 round time" in named["of rounds"]
     assert [row.split("  ")[0] for row in bandwidths.splitlines()] == [
         "utilisation over bandwidth",
         "H = 125, P = 9, tau = 1, fp4",
-        "H = 125, P = 9, tau = 5, fp4",
+        "H = 125, P = 9, tau = 6, fp4",
         "data-parallel, float32",
     ]
     assert [row.split("  ")[0] for row in fragments.splitlines()] == ["fragment", "0", "1 to 6", "7 to 8"]
