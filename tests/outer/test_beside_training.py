@@ -87,7 +87,7 @@ def test_a_process_that_ends_waits_for_the_threads(wires: Wires, monkeypatch: py
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
     large(*wires.meet(1)).run(STEPS, of(0))
     daemons = {thread.name: thread.daemon for thread in begun}
-    assert [daemons[name] for name in ("encode", "outer-step", "digest")] == [False] * 3
+    assert [daemons[name] for name in ("room", "encode", "outer-step", "digest")] == [False] * 4
 
 
 def test_what_is_not_finite_is_not_sent_and_named(wires: Wires) -> None:

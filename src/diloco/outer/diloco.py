@@ -230,6 +230,8 @@ class DiLoCo:
         self.transport.tick()
         for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
+        for action in filter(_is_send, self.schedule.actions(self.steps + 1) if self.schedule.overlap_steps else ()):
+            self.fragments[action.fragment].make_room(self.transport)
 
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""

@@ -142,6 +142,7 @@ class Fragment:
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
+        self._room: Future[Tensor] | None = None  # memory for the next copy of the local parameters
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
         self.submitted = 0.0  # inner steps in a contribution and in no mean yet
@@ -227,6 +228,11 @@ class Fragment:
             weight=contribution.weight,
         )
 
+    def make_room(self, transport: Transport) -> None:
+        """Let a thread take the memory that the next `send` copies to, because the first use of a page is slow."""
+        if self._may_fill(transport):
+            self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
+
     def _may_fill(self, transport: Transport) -> bool:
         later = self._overlaps and isinstance(transport, BackgroundTransport)
         return later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
@@ -256,8 +262,9 @@ class Fragment:
 
     def _encode_in_thread(self) -> _Encoding:
         """Copy the local parameters, and let a thread compute the payload from the copy."""
+        room = self._empty() if self._room is None else self._room.result()
         copying: set[torch.device] = set()
-        local = flatten(self.parameters, self._empty(), copying)
+        local, self._room = flatten(self.parameters, room, copying), None
         copies = [torch.cuda.current_stream(device).record_event() for device in copying]
         payload = empty(self._template.codec.payload_bytes(self.numel), torch.uint8)
         ready = in_thread(lambda: self._fill(payload, local, copies), "encode", daemon=False)
