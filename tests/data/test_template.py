@@ -1,6 +1,7 @@
 """What a chat template writes around texts: the tokens that end an answer, and those that no text may write."""
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -272,11 +273,11 @@ def test_the_template_of_chatml_is_the_usual_one(tmp_path: Path) -> None:
     assert named.prompt(messages[:1]) == usual.prompt(messages[:1])
 
 
-def test_the_page_shows_the_plain_template(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text("utf-8")
-    (tmp_path / "copied.jinja").write_text(page.split("```jinja\n")[1].split("```")[0])
+def test_the_file_that_the_page_names_is_the_plain_template(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "finetuning.md"
+    named = re.findall(r"\((\S+\.jinja)\)", page.read_text("utf-8"))
     folder = str(write_tokenizer(tmp_path / "base", template=None))
-    copied, plain = ChatTokenizer(folder, str(tmp_path / "copied.jinja")), ChatTokenizer(folder, "plain")
+    copied, plain = ChatTokenizer(folder, str(page.parent / named[0])), ChatTokenizer(folder, "plain")
     messages = [{"role": "system", "content": "s"}, *asked("q", "a")["messages"]]
     assert copied.conversation(messages)[0].tokens.tolist() == plain.conversation(messages)[0].tokens.tolist()
     assert copied.prompt(messages[:-1]) == plain.prompt(messages[:-1])
