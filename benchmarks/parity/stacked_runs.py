@@ -190,6 +190,7 @@ GROUPS = {
     "other parameters": each(*(FAST | {"others_outer_rate": part} for part in (0.6, 2.0)), seeds=(0,)),
     "outer schedules": each(FAST | GAIN | {"outer_schedule": "linear", "outer_final_ratio": 0.4}, seeds=(0,)),
     "unknown end": each(*(FAST | {"final_ratio": 1.0} | way for way in (DATA_PARALLEL, {})), seeds=(0,)),
+    "fragment sizes": each(*(FAST | {"fragments": number} for number in (1, 3)), seeds=(0,)),
     "unequal overlaps": each(FAST | {"overlaps": (1, 2, 3, 5)}, seeds=(0,)),
     "fragments": each(
         *(
