@@ -143,7 +143,8 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
     others = finished(network, broken)
     assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
     assert all(each.outcomes == others[0].outcomes and len(each.outcomes) == 12 for each in others)
-    assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * MOST_SPOILT
+    views = max(2, others[0].view.id)  # who comes back in another view, as its messages were late, is counted anew
+    assert sum(not committed for committed in others[0].outcomes.values()) <= views * MOST_SPOILT
 
 
 def test_who_gives_up_a_view_change_says_why_its_last_ballot_failed() -> None:

@@ -474,11 +474,13 @@ def test_a_rank_that_a_run_does_not_have_takes_no_memory(monkeypatch: pytest.Mon
         TcpDirectory(transport, (), Address("", 0), gathers=True)
         serve = transport.connections.services[Ask]
         transport.connections.call(ask(range(2, 50)))
-        tracemalloc.start()
-        transport.connections.call(ask(range(50, 800)))
-        taken_bytes, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert taken_bytes < 60_000, "it was 137 kB"
+        taken_bytes = []
+        for first in (50, 800, 1550):  # other threads of the process may take memory meanwhile, but not each time
+            tracemalloc.start()
+            transport.connections.call(ask(range(first, first + 750)))
+            taken_bytes.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+    assert min(taken_bytes) < 60_000, "it was 137 kB"
 
 
 def test_an_answer_gives_no_invalid_address_and_changes_none_of_a_connected_rank() -> None:
