@@ -64,6 +64,7 @@ def train(network: Network, home: Path, *options: str) -> Row:
         raise SystemExit(failed[0])
     summaries = [json.loads((Path(peer.life.folder) / "summary.json").read_text(encoding="utf-8")) for peer in peers]
     same = len({each["global_params_digest"] for each in summaries}) == 1
+    del summaries[0]["out"]  # a path of this machine
     return {"wall_s": wall_s, "wire_sent_bytes": sent_bytes, "same_digest": same, "summary": summaries[0]}
 
 

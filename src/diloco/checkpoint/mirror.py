@@ -469,7 +469,7 @@ def _common(whole: _Whole) -> _Chosen | None:
         number = int(manifest.about.get("num_replicas", 1))
         chosen = {"": (first, manifest)}
         for replica in filter(None, whole.keys() - manifest.parts.keys()):
-            same = [whole_one for whole_one in whole[replica] if state(whole_one[1]) == state(manifest)]
+            same = [upload for upload in whole[replica] if state(upload[1]) == state(manifest)]
             if same and int(replica[8:]) < number:
                 chosen[replica] = same[0]
         inside = [match for match in map(_REPLICA.fullmatch, manifest.parts) if match and int(match[1]) < number]

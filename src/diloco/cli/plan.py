@@ -146,13 +146,10 @@ def _model(
     from diloco.train import make_fragments, outline, replica_bytes, resolve
 
     if configuration.network.elastic and configuration.network.run is None:
-        configuration = replace(
-            configuration, network=replace(configuration.network, run="plan")
-        )  # a plan needs no name for its swarm
-    emulate, configuration = (
-        configuration.emulate,
-        replace(configuration, emulate=EmulateSettings()),
-    )  # which only some transports may have
+        named = replace(configuration.network, run="plan")  # a plan needs no name for its swarm
+        configuration = replace(configuration, network=named)
+    emulate = configuration.emulate  # which only some transports may have
+    configuration = replace(configuration, emulate=EmulateSettings())
     if options.parameters is not None:
         if configuration.sync.at_home:
             raise ConfigurationError(
@@ -162,9 +159,8 @@ def _model(
         total = round(parse(options.parameters, "--parameters", COUNT))
         facts: dict[str, Any] = {"flops_per_token": 6.0 * total}
         nearest = PRESETS[_nearest_preset(options.parameters)]
-        settings = resolve(
-            configuration, num_layers=nearest.model.layers if configuration.sync.num_fragments is None else None
-        )
+        layers = nearest.model.layers if configuration.sync.num_fragments is None else None
+        settings = resolve(configuration, num_layers=layers)
         number = settings.sync.num_fragments or 1
         sizes = fragment_sizes(total, number, number)
     else:
@@ -190,20 +186,20 @@ def _record(
 ) -> dict[str, Any]:
     from diloco.plan import ACCURACY, Traffic, decide, predict, run_cost, table
 
-    site = _deployment(options, settings, model["flops_per_token"])
-    exchange = Traffic.of(settings, sizes)
-    own, gradients = predict(exchange, site), predict(Traffic.of_gradients(sum(sizes)), site)
+    deployment = _deployment(options, settings, model["flops_per_token"])
+    traffic = Traffic.of(settings, sizes)
+    own, gradients = predict(traffic, deployment), predict(Traffic.of_gradients(sum(sizes)), deployment)
     steps = settings.train.steps
     start = 0 if settings.algorithm == "data-parallel" else settings.train.data_parallel_steps
     run = run_cost(own, gradients, steps, start)
-    decision = decide(exchange, site, steps, start)
+    decision = decide(traffic, deployment, steps, start)
     hours = run.wall_s / 3600
     machines, sending = options.price_per_hour * hours, options.price_per_gb * run.sent_bytes / 1e9
     return {
         "decision": asdict(decision),
         "model": model,
-        "site": asdict(site),
-        "work_is_known": site.conditions.send_s_per_value > 0,
+        "site": asdict(deployment),
+        "work_is_known": deployment.conditions.send_s_per_value > 0,
         "preset": settings.preset,
         "algorithm": settings.algorithm,
         "prediction": asdict(own),
@@ -212,30 +208,30 @@ def _record(
         "round_timeout_s": settings.network.round_timeout,
         "run": asdict(run),
         "hours": hours,
-        "cost": len(site.links) * (machines + sending),
-        "cost_of_sending": len(site.links) * sending,
-        "table": [asdict(row) for row in table(exchange, site, most_steps=steps - start)],
-        "curves": _curves(exchange, site, decision.rounds),
+        "cost": len(deployment.links) * (machines + sending),
+        "cost_of_sending": len(deployment.links) * sending,
+        "table": [asdict(row) for row in table(traffic, deployment, most_steps=steps - start)],
+        "curves": _curves(traffic, deployment, decision.rounds),
     }
 
 
-def _curves(exchange: Traffic, site: Deployment, chosen: Prediction) -> dict[str, Any]:
+def _curves(traffic: Traffic, deployment: Deployment, chosen: Prediction) -> dict[str, Any]:
     """Return the utilisation of the candidates over the bandwidth of the links, all scaled alike."""
     from diloco.algorithm import make_codec
     from diloco.plan import Traffic, curve
 
-    own, most = exchange.schedule, max(link.bandwidth_bits_per_s for link in site.links)
-    candidates = {_name(own.inner_steps, own.num_fragments, own.overlap_steps, exchange.codec.name): exchange}
+    own, most = traffic.schedule, max(link.bandwidth_bits_per_s for link in deployment.links)
+    candidates = {_name(own.inner_steps, own.num_fragments, own.overlap_steps, traffic.codec.name): traffic}
     schedule = replace(own, inner_steps=chosen.inner_steps, overlap_steps=chosen.overlap_steps, offsets=None)
     name = _name(chosen.inner_steps, chosen.num_fragments, chosen.overlap_steps, chosen.codec)
     candidates.setdefault(
-        name, replace(exchange, schedule=schedule, codec=make_codec(chosen.codec), gradients=chosen.inner_steps == 1)
+        name, replace(traffic, schedule=schedule, codec=make_codec(chosen.codec), gradients=chosen.inner_steps == 1)
     )
-    candidates["data-parallel, float32"] = Traffic.of_gradients(sum(exchange.fragment_sizes))
+    candidates["data-parallel, float32"] = Traffic.of_gradients(sum(traffic.fragment_sizes))
     factors = [rate / most for rate in BANDWIDTHS]
     return {
         "bandwidth_bits_per_s": BANDWIDTHS,
-        "compute_utilization": {name: curve(candidate, site, factors) for name, candidate in candidates.items()},
+        "compute_utilization": {name: curve(candidate, deployment, factors) for name, candidate in candidates.items()},
     }
 
 
