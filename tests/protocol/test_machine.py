@@ -125,8 +125,18 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     assert member.machine.said.numbers["speed"] == ({sender: 2.0} if has_a_say else {})
     member.hear(sender, SiteMessage(SITE))
     assert member.machine.said.sites == ({sender: SITE} if has_a_say else {})
-    member.hear(sender, Excluded(1 << 53, "another process has taken its place"))
+    member.hear(sender, Excluded(1 << 53, "it was started again"))
     assert (member.machine.views.failure is not None) == has_a_say
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_whose_place_is_taken_knows_it_in_whatever_order_the_others_say_so(member: Rank, order: int) -> None:
+    """One member has the new process already, another has heard of it from that one and goes on without the old one."""
+    partings = [Excluded(1 << 53, "it was started again"), Excluded(VIEW.id, "replica 0 was started again")]
+    for sender, parting in zip((2, 3), partings[::order], strict=True):
+        member.hear(sender, parting)
+    assert member.machine.views.replaced
+    assert "was started again" in str(member.machine.views.failure)
 
 
 def test_members_know_the_figures_of_own_data_also_of_one_that_has_left() -> None:

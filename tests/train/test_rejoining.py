@@ -244,7 +244,7 @@ def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet, data
     *others, fleet = meet(3)
     session, stop = session_of(data, "--replicas 3 --network.round-timeout 1s", fleet), mock.MagicMock(signal=None)
     views = fleet.transport.views
-    parting = Excluded(GREATEST, "another process has taken its place")
+    parting = Excluded(GREATEST, "it was started again")
     fleet.transport.connections.call_event(Received(0, parting), LIMIT_S)
     assert views.replaced
     for each in others:

@@ -281,7 +281,7 @@ class Views:
 
     def receive_parting(self, parting: Excluded) -> None:
         """Stop, as a member continues, or has stopped, without this process."""
-        self.replaced = parting.view == GREATEST
+        self.replaced |= parting.view == GREATEST  # members that part for both reasons are heard in any order
         self.exclude(parting.reason)
 
     def exclude(self, reason: str) -> None:

@@ -336,7 +336,7 @@ class ConnectionManager(ControlThread):
             raise TransportError(f"the secret has changed since {address} was admitted")
         if before := self.peers.get(rank):
             if self.streams.process(before.writer) != self.streams.process(writer):
-                before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
+                before.writer.write(pack(Excluded(GREATEST, "it was started again")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), self._trusts(rank, opened=opened)
         link = PayloadLink(dials=opened, meter=self.meter)
