@@ -9,6 +9,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from diloco.membership import NextView, View
@@ -62,13 +63,19 @@ MORE_FAULTS = FAULTS | {
 """Fewer of these, and ranks that are suspended, and links that flap."""
 
 
-def trouble(replicas: int, seed: int, faults: Mapping[str, Sequence[int]] = FAULTS, joiners: int = 0) -> Network:
-    """Let ranks and machines end and return, links break in one direction or both, timers run out and members leave."""
+def trouble(
+    replicas: int, seed: int, faults: Mapping[str, Sequence[int]] = FAULTS, joiners: int = 0, split: str = "stop"
+) -> Network:
+    """Let ranks and machines end and return, links break in one direction or both, timers run out and members leave.
+
+    Where a side of a split network may go on (``split="go-on"``), the least number of members makes it one side only.
+    """
     chance = random.Random(seed)
     limits = {fault: chance.choice(numbers) for fault, numbers in faults.items()}
     own = {fault: limits.pop(fault) for fault in ("timers", "leaves")}
     ready = bool(joiners) or chance.random() < 0.8
-    network = simulated(replicas, Limits(**limits, own=own), strangers=joiners, ready=ready)
+    rules = RULES if split == "stop" else replace(RULES, split=split, min_replicas=replicas // 2 + 1)
+    network = simulated(replicas, Limits(**limits, own=own), rules, strangers=joiners, ready=ready)
     for number in range(replicas, replicas + joiners):
         network.end(number)
     wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 400 if joiners else 200))])
@@ -112,6 +119,7 @@ KINDS: dict[str, Callable[[int, int], Network]] = {
     "any faults": trouble,
     "sleep, flaps and joins": partial(trouble, faults=MORE_FAULTS, joiners=2),
     "a proposer ends": proposer_ends,
+    "any faults, and so many go on": partial(trouble, split="go-on"),
 }
 
 

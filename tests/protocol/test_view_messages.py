@@ -242,3 +242,19 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how() -> None:
     assert answers.messages == [(asking.rank, Adopted(following))]
     done = asking.hear(through.rank, answers.messages[0][1])
     assert [adopted.view for adopted, _, _ in done.adopted] == [following.view]
+
+
+def test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own() -> None:
+    """Who told the others of it had no connection to this one, and these had its report before they heard of it."""
+    network = simulated(5)
+    begin(network, *range(5))
+    waiting = network[4]
+    for lost in (1, 2, 3):
+        network.hang_up(4, lost)
+        waiting.lose(lost, gone=False)
+    while not waiting.waits:
+        assert waiting.fire(of_round=False)
+    waiting.sent.clear()
+    heard = waiting.hear(0, RoundVote(1, RoundId(1, 0), "", "no", (1,)))
+    assert [rank for rank, _ in heard.messages] == [0]
+    assert [change.report.view_id for change in waiting.sent_of(Change)] == [0]

@@ -298,6 +298,8 @@ class Machine:
                 views.drop(sender, f"rank {sender} sent a message about view {message.view}, far ahead of the others")
             case _ if ahead > 0:
                 self._hold(sender, message, connection)
+                if is_from_member and views.waiting and views.change is not None:
+                    views.change.tell(sender)  # which answers with what has ended this view
             case Header() | RoundVote() if not views.is_member:
                 self._hold(sender, message, connection)
             case _ if not is_from_member:

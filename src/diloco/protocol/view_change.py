@@ -29,7 +29,8 @@ brackets, in which leaving it out makes two, or a test:
 Why a change ends, or waits at rest: who has reported nothing by the end of a ballot is apart, and as a new connection
 begins the ballot anew, a rank that waits makes one only to who has reported on this view. A process that was let in
 reports nothing until it has a welcome, which is sent again on a new connection
-[test_who_is_let_in_and_does_not_hear_of_it_...].
+[test_who_is_let_in_and_does_not_hear_of_it_...]. Who waits, and hears of a later view from a member, reports to it again
+[test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own].
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class ViewChange:
         """
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, ticked, self._ticked = self.mine.lost.intersection(members), self._ticked, False
-        joining = self.mine.joining.difference(self.mine.lost.difference(members))
+        joining = self._joining
         if (stops := not self._rules.continue_without_lost) and waited_s >= _MOST_TURNS * turn_s:
             last = f" (the last ballot failed: {self._why_failed})" if self._why_failed else ""
             return f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
@@ -352,6 +353,19 @@ class ViewChange:
         # where all stop, whom this rank can't hear may hear others, but no more than that
         there = [each for each in members if (each not in gone if stops else self._hears(each))]
         return self._refusal({*members}.difference(self._best(there)), joining)
+
+    @property
+    def _joining(self) -> frozenset[int]:
+        """The replicas whose processes are here to join, those included that take the place of a member."""
+        return self.mine.joining.difference(self.mine.lost.difference(self.view.members))
+
+    def _coming(self, proposal: Propose) -> Collection[int]:
+        """Return who joins with what is proposed, or right after it if it is from a ballot of which they were no part.
+
+        Else who is left of a value that others have accepted before they ended could never adopt it.
+        """
+        coming = proposal.following.coming
+        return self._joining.union(coming) if proposal.again else coming
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
@@ -439,14 +453,15 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        return not refusal(self.view, denying, self._rules, joining=following.coming)
+        # who has chosen it may have counted anybody that was about to join
+        return not refusal(self.view, denying, self._rules, joining=self.view.members)
 
     def _accept(self) -> None:
         proposal, mine, ballot = self._proposal, self.mine, self.mine.ballot
         if proposal is None or (mine.accepted is not None and mine.accepted.ballot == ballot):
             return
         following, staying = proposal.following, proposal.following.staying
-        if self._refusal({*self.view.members}.difference(staying), following.coming):
+        if self._refusal({*self.view.members}.difference(staying), self._coming(proposal)):
             return
         if not proposal.again and self._rules.replica in staying:
             has_heard_all = self._reports.last.keys() >= {*self._rules.ranks(staying)}
@@ -464,5 +479,5 @@ class ViewChange:
         following = proposal.following
         if proposal.again:
             lost = {each for each in self.view.members if not self._accepts.issuperset(ranks_of((each,)))}
-            return None if self._refusal(lost, following.coming) else following
+            return None if self._refusal(lost, self._coming(proposal)) else following
         return following if self._accepts.issuperset(ranks_of(following.staying)) else None
