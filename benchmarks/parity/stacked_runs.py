@@ -170,11 +170,12 @@ GROUPS = {
         seeds=(0,),
     ),
     "divided work": [
-        *each(*(FAST | way for way in (DATA_PARALLEL, OWN, {})), seeds=(0, 1)),
-        *each(*(FAST | way for way in (ONE, ONE | outer(1.0, 0.0), {"replicas": 2}, {"replicas": 8})), seeds=(0,)),
-        *each(*(FAST | SIGN | way for way in (EVERY, OFTEN, OFTEN | outer(1.0, 0.0))), seeds=(0,)),
-        *each(FAST | OWN | {"matrix_lr_ratio": 5.0}, OWN | rate(1.6e-2), OWN | rate(2.26e-2), seeds=(0,)),
-        *each(OWN | rate(1.6e-2), seeds=(1,)),
+        *each(*(FAST | way for way in (DATA_PARALLEL, OWN, {}, SIGN | EVERY, SIGN | OFTEN, ONE))),
+        *each(*(FAST | way for way in (ONE | outer(1.0, 0.0), SIGN | OFTEN | outer(1.0, 0.0))), seeds=(0,)),
+        *each(*(FAST | {"replicas": number} for number in (2, 8))),
+        *each(FAST | OWN | {"matrix_lr_ratio": 5.0}, seeds=(0,)),
+        *each(OWN | rate(1.6e-2), OWN | rate(2.26e-2)),
+        *each(*(SIGN | EVERY | rate(r) for r in (8e-3, 1.13e-2, 1.6e-2)), seeds=(0,)),
     ],
     "shared momentum": each(*(SHORT | AVERAGED | way for way in LONG), SHORT | AVERAGED, FAST | AVERAGED, seeds=(0,)),
     "orthogonal means": each(*(way | AVERAGED | {"orthogonal_mean": 5.0} for way in (SHORT, FAST)), seeds=(0,)),
@@ -322,6 +323,7 @@ GROUPS = {
     "finish, other numbers of replicas": each(
         *({"replicas": number} | way for number in (2, 8) for way in (GAIN, FINISH)), seeds=(0,)
     ),
+    "finish, ten pairs": each(GAIN, FINISH, DATA_PARALLEL | rate(1.6e-2), seeds=(3, 4, 5, 6, 7, 8, 9)),
     "primal": each({"evaluated_momentum": 0.8}, {"evaluated_momentum": 0.9} | outer(3.0 * (1 - 0.8), 0.8), seeds=(0,)),
     "half a bit": each(
         *(EIGHT | {"inner_steps": h} | way for h in (5, 15) for way in (outer(0.7, 0.8), outer(1.0, 0.0), SPARSE)),
