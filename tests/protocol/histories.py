@@ -168,6 +168,8 @@ def reunited(network: Network) -> str:
         except AssertionError as error:
             return str(error)
         members = [node for node in network.nodes.values() if isinstance(node, Rank) and not node.left]
+        if not members:
+            return "none"  # the last one has adopted a view without it, whose members have all ended
         if len(members) == len(members[0].view.members) == len(nodes):
             break
     views = {node.view for node in members}

@@ -24,6 +24,7 @@ from diloco.protocol import (
     Connected,
     Event,
     Exchanged,
+    Excluded,
     Header,
     Leaving,
     Left,
@@ -201,6 +202,25 @@ def test_who_is_let_in_and_does_not_hear_of_it_keeps_nobody_busy_and_is_told_aga
     assert {each.view.members for each in going_on} == {tuple(each.rank for each in going_on)}
     assert network[0] in going_on
     assert 2 * len(going_on) > replicas
+
+
+def test_who_is_let_in_as_its_connection_breaks_hears_that_the_others_go_on_without_it() -> None:
+    """It has connected again before it took the welcome, so it does not know which process the member is."""
+    network = simulated(3, Limits(ends=1, returns=1, flaps=1))
+    begin(network, 0, 1, 2)
+    network.end(2)
+    finish(network)
+    network.happen("returns", 2, 0, 0)
+    joiner = network[2]
+    while joiner._answer is None:  # a welcome, which it has not taken yet
+        joiner.act()
+        settle(network)
+    network.happen("flaps", 1, 2, 0)
+    joiner.act()
+    assert joiner.machine.views.is_member
+    assert network.dial(2, 1)
+    joiner.hear(1, Excluded(joiner.view.id, "replica 2 is lost"))
+    assert "replica 2 is lost" in joiner.left
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 7])

@@ -265,6 +265,8 @@ class Machine:
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
+        if isinstance(message, Excluded) and message.view >= views.view.id:
+            self.roster.recognise(sender)  # only a member's process knows what follows this view
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender, connection):
             return
         match message:
