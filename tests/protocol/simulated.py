@@ -117,8 +117,11 @@ class Rank:
         self._joins = Entry(rank, f"simulated:{rank}") if joining else None
         self._asked = 1
         if self._joins is not None:
-            reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
-            view = View(-1, tuple(reached) or (self.replica,))
+            reached = [other for other in network.ranks if network.connection(rank, other) is not None]
+            nodes = [network.nodes.get(other) for other in reached]  # those that are members say so
+            members = [node.rank for node in nodes if isinstance(node, Rank) and node.machine.views.is_member]
+            asked = sorted({other // size for other in members or reached})
+            view = View(-1, tuple(asked) or (self.replica,))
             self.todo.append(partial(self.handle, Announced(Join(self._joins))))
         begin = partial(self.handle, Begun(view, not joining))
         if ready:

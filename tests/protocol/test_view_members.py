@@ -223,6 +223,28 @@ def test_who_is_let_in_as_its_connection_breaks_hears_that_the_others_go_on_with
     assert "replica 2 is lost" in joiner.left
 
 
+@pytest.mark.parametrize("returns", [0, 1])
+def test_members_that_are_too_few_go_on_with_new_ones(returns: int) -> None:
+    """They come one by one, and are told why they wait; one ends meanwhile and comes again."""
+    network = simulated(4, Limits(ends=2), replace(RULES, min_replicas=4), strangers=2)
+    for number in (4, 5):
+        network.end(number)
+    begin(network, 0, 1, 2, 3)
+    for number in (0, 1):
+        network.end(number)
+    finish(network)
+    assert network[2].waits == "2 of at least 4 replicas are left"
+    for _ in range(1 + returns):
+        network.end(4)
+        finish(network)
+        network.return_whole(4)
+        finish(network)
+        assert network[4].waits == "3 of at least 4 replicas are left"
+    network.return_whole(5)
+    finish(network)
+    assert {network[number].view.members for number in (2, 3, 4, 5)} == {(2, 3, 4, 5)}
+
+
 @pytest.mark.parametrize("replicas", [3, 4, 7])
 def test_who_sees_the_new_process_of_a_member_goes_on_without_the_old_one_before_it_asks(replicas: int) -> None:
     """A new process may take long to fetch the state; until it asks, it takes no part in rounds."""

@@ -182,6 +182,25 @@ def test_members_that_hear_few_of_the_others_do_not_raise_ballots_for_ever(kind:
     assert reunited(network) == "one"
 
 
+SO_MANY_GO_ON = "any faults, and so many go on"
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "seed"),
+    [
+        ("any faults", 7, 300010),  # who adopts a view lets it be known to those that nobody else can tell
+        ("sleep, flaps and joins", 3, 310029),  # a member parts from one that does not know its process yet
+        (SO_MANY_GO_ON, 4, 310208),  # a newcomer makes up for a loss, but only one of the members hears it
+        (SO_MANY_GO_ON, 4, 310049),  # too few are left, and those that come make up for the loss together
+    ],
+)
+def test_who_can_decide_does_and_all_others_come_to_rest(kind: str, replicas: int, seed: int) -> None:
+    network = KINDS[kind](replicas, seed)
+    assert outcome(network) in ("one", "waits")
+    assert wait_turns(network) <= MOST_TURNS
+    assert reunited(network) == "one"
+
+
 # What a bad link costs, and that all live ranks reunite once the network is whole.
 
 

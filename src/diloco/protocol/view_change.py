@@ -29,8 +29,9 @@ brackets, in which leaving it out makes two, or a test:
 Why a change ends, or waits at rest: who has reported nothing by the end of a ballot is apart, and as a new connection
 begins the ballot anew, a rank that waits makes one only to who has reported on this view. A process that was let in
 reports nothing until it has a welcome, which is sent again on a new connection
-[test_who_is_let_in_and_does_not_hear_of_it_...]. Who waits, and hears of a later view from a member, reports to it again
-[test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own].
+[test_who_is_let_in_and_does_not_hear_of_it_...]. Who waits, and hears of a later view from a member, reports to it once
+more [test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own]. Where members wait for others, anybody may
+join [test_members_that_are_too_few_go_on_with_new_ones].
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class ViewChange:
 
     @property
     def accepts_joiners(self) -> bool:
-        """Whether replicas may still join by this change; each one more prolongs it for all."""
-        return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s and self.mine.ballot == 0
+        """Whether replicas may still join by this change; each one more prolongs it for all, unless it waits."""
+        is_new = self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s
+        return bool(self.waiting) or (is_new and self.mine.ballot == 0)
 
     @property
     def committed(self) -> frozenset[RoundId]:
@@ -138,8 +140,11 @@ class ViewChange:
         """Add what this rank has observed: replicas as in a `Report`, and members whose new processes ask to join."""
         members = frozenset(self.view.members)
         undecided = {self._rules.replica_of(rank) for rank in self._were_apart}
-        joining = self.mine.joining.union(frozenset(joining) - members)
-        mine = replace(self.mine, joining=joining).extended(
+        newcomers, mine = frozenset(joining) - members, self.mine
+        for newcomer in newcomers & mine.lost if self.waiting else ():
+            mine = mine.without(newcomer)  # it has come again
+        joining = mine.joining | newcomers
+        mine = replace(mine, joining=joining).extended(
             (members | joining) - {self._rules.replica},
             apart={*apart, *undecided.intersection((*gone, *left))},
             gone=frozenset(gone) - undecided,
@@ -352,7 +357,10 @@ class ViewChange:
         gone = self._gone()
         # where all stop, whom this rank can't hear may hear others, but no more than that
         there = [each for each in members if (each not in gone if stops else self._hears(each))]
-        return self._refusal({*members}.difference(self._best(there)), joining)
+        staying = self._best(there)
+        reports = [report for rank, report in self._reports.last.items() if self._rules.replica_of(rank) in staying]
+        ask_all = joining.intersection(*(report.joining for report in reports))  # only these can join: see `next_view`
+        return self._refusal({*members}.difference(staying), ask_all)
 
     @property
     def _joining(self) -> frozenset[int]:

@@ -327,12 +327,13 @@ class Views:
                 self._follow()
             elif len(asked) < self._rules.ranks_per_replica:
                 pass
-            elif is_member:  # its old process has ended, whatever this rank knew of it
-                self.end(f"replica {replica} was restarted", "restarted", restarted=frozenset({replica}))
+            else:
+                if is_member:  # its old process has ended, whatever this rank knew of it
+                    self.end(f"replica {replica} was restarted", "restarted", restarted=frozenset({replica}))
+                else:
+                    self._admit([replica])
                 if self.waiting:
                     self._outbox.send(self._rules.ranks((replica,)), self._later)
-            else:
-                self._admit([replica])
 
     @property
     def _later(self) -> Refused:
