@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", type=int, default=5, choices=(4, 5, 6), help="number of peers that train")
     parser.add_argument("--step-s", type=float, default=0.2, help="least duration of an inner step")
     parser.add_argument("--out", type=Path, required=True, help="folder for all files of the run")
+    parser.add_argument("--kinds", nargs="*", default=(), help="only these kinds of events, such as refuse")
     parser.add_argument("--wan", type=Path, help="script that makes a network whose links can be cut; needs root")
     parser.add_argument(
         "--undisturbed",
@@ -64,13 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # the run must outlast the events, some of which are postponed, and the recovery of the last peers
     steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
     settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)
-    rates = Rates(transport=given.transport, silence_s=settings.silence_s, can_cut=network.can_cut)
+    rates = Rates(given.transport, settings.silence_s, can_cut=network.can_cut, kinds=tuple(given.kinds))
     events = plan_events(given.seed, given.minutes, given.peers, rates)
     if not given.report:
         Conductor(settings, given.out, network, say=lambda text: print(text, flush=True)).run(events)
     tokens = judge(given.out, len(events), ())["tokens"]
     undisturbed = undisturbed_losses(given.out, settings, tokens, given.undisturbed) if tokens else []
     words = f"--transport {given.transport} --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}"
+    words += f" --kinds {' '.join(given.kinds)}" if given.kinds else ""
     run: dict[str, Any] = {"command": words + (" --wan SCRIPT" if given.wan else "")}
     run |= judge(given.out, len(events), undisturbed)
     print(tables([run]))

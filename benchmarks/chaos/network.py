@@ -42,10 +42,15 @@ class Wan(wan.Network):
 
         Args:
             verb: "off" or "on": drop all packets to and from node ``one``, or let them pass again; "silence" or "hear":
-                the same for packets from node ``one`` to node ``other`` alone.
+                the same for packets from node ``one`` to node ``other`` alone; "refuse" or "admit": node ``other``
+                resets all connections from node ``one``, as if nothing listened there, or does so no more.
         """
         if verb in ("off", "on"):
             self._do("set", str(one), f"dead={int(verb == 'off')}")
+        elif verb in ("refuse", "admit"):
+            change, source = "-I" if verb == "refuse" else "-D", self.address(one)
+            rule = f"{change} INPUT --source {source} --protocol tcp --jump REJECT --reject-with tcp-reset"
+            self._do("exec", str(other), "iptables", *rule.split())
         else:
             change = "add" if verb == "silence" else "del"
             self._do("exec", str(one), "ip", "route", change, "blackhole", f"{self.address(other)}/32")

@@ -31,6 +31,9 @@ _WEIGHTS = {
     "kill bootstrap": 0.7,
 }
 
+_ON_REQUEST = {"refuse": 1.0}
+"""Kinds that happen only where `Rates.kinds` names them."""
+
 _VERBS = {
     "freeze": ("stop", "continue"),
     "slow": ("stop", "continue"),
@@ -39,6 +42,7 @@ _VERBS = {
     "mute": ("silence", "hear"),
     "accused": ("silence", "hear"),
     "pair": ("silence", "hear"),
+    "refuse": ("refuse", "admit"),
     "clock": ("shift", "set right"),
 }
 _PULSES_S = {"slow": (0.4, 0.1), "flap": (3.0, 3.0)}  # seconds on and off, alternating
@@ -56,6 +60,7 @@ class Rates:
         start_s, recovery_s, hiccup_s: how long a process does not count as healthy after its start, after a disturbance
             that the others may have continued without it, and after a shorter one.
         can_cut: whether links can be cut.
+        kinds: the only kinds of events that happen; empty: all but those of `_ON_REQUEST`.
     """
 
     transport: str = "swarm"
@@ -68,10 +73,13 @@ class Rates:
     accused_s: float = 14.0
     flap_s: float = 180.0
     can_cut: bool = False
+    kinds: tuple[str, ...] = ()
 
     @property
     def weights(self) -> dict[str, float]:
         """The kinds of events that are possible, and their relative frequencies."""
+        if self.kinds:
+            return {kind: (_WEIGHTS | _ON_REQUEST)[kind] for kind in self.kinds}
         missing = (*(() if self.can_cut else _OF_LINKS), *(_OF_A_SWARM if self.transport == "tcp" else ()))
         return {kind: weight for kind, weight in _WEIGHTS.items() if kind not in missing}
 
@@ -85,7 +93,8 @@ class Event:
         kind: ``kill`` (SIGKILL), ``leave`` (SIGINT), ``group SIGINT``, ``group SIGTERM`` (to its process group),
             ``freeze`` (SIGSTOP), ``slow`` (frozen most of the time), ``cut`` (no packet reaches or leaves it), ``mute``
             (its packets don't reach one other peer), ``accused`` (the packets of two others don't reach it), ``pair``
-            (no packet passes between it and one other peer), ``flap`` (cut off for 3 s, connected for 3 s,
+            (no packet passes between it and one other peer), ``refuse`` (a router answers for either of the two that
+            nothing listens there), ``flap`` (cut off for 3 s, connected for 3 s,
             alternating), ``clock`` (its clock is wrong); ``resume`` (restarted in its folder), ``join`` (replaced by a
             new peer); ``kill bootstrap``, ``start bootstrap``; ``thaw at the end`` (frozen shortly before the others
             finish, and thawed as they do).
@@ -112,6 +121,7 @@ class Event:
             "mute": f"mute towards {named}",
             "accused": f"accused: receives nothing from {named}",
             "pair": f"pair with {named}",
+            "refuse": f"refused by {named}, and the other way round",
         }.get(self.kind, self.kind)
         if self.clock_s:
             words += f" {self.clock_s:+.0f} s" if self.kind == "clock" else f", its clock {self.clock_s:+.0f} s"
@@ -123,14 +133,14 @@ class Event:
         """The peers that it may stall or evict: either of a pair that can't communicate; none, if a clock is wrong."""
         if self.peer == BOOTSTRAP or self.kind == "clock":
             return ()
-        return (self.peer, *self.others) if self.kind in ("mute", "pair") else (self.peer,)
+        return (self.peer, *self.others) if self.kind in ("mute", "pair", "refuse") else (self.peer,)
 
     @property
     def silenced(self) -> tuple[tuple[int, int], ...]:
         """The links on which all packets are lost, as (from, to)."""
         out = tuple((self.peer, other) for other in self.others)
         back = tuple((other, self.peer) for other in self.others)
-        return {"mute": out, "accused": back, "pair": out + back}.get(self.kind, ())
+        return {"mute": out, "accused": back, "pair": out + back, "refuse": out + back}.get(self.kind, ())
 
     @property
     def timetable(self) -> tuple[tuple[float, str], ...]:
@@ -208,7 +218,7 @@ class _Planner:
             return
         healthy = [number for number, place in enumerate(self.places) if place.is_healthy(at_s)]
         drawn = self.rng.sample(healthy, min(3, len(healthy)))
-        needed = {"mute": 2, "pair": 2, "accused": 3}.get(kind, 1)
+        needed = {"mute": 2, "pair": 2, "refuse": 2, "accused": 3}.get(kind, 1)
         if len(drawn) < needed:
             return
         event = self.draw(Event(at_s, kind, drawn[0], others=tuple(sorted(drawn[1:needed]))), end_s)
