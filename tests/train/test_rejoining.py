@@ -239,6 +239,23 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.rejoin(LIMIT_S)
 
 
+def test_who_waits_for_members_that_finish_without_it_hears_that_the_run_is_over(meet: Meet) -> None:
+    """It was frozen as they went on, and what they told it was lost; it waited for ever for them to be back."""
+    *others, fleet = meet(3)
+    with mock.patch.object(fleet.transport.views, "receive_parting"):
+        for each in others:
+            each.transport.connections.call_event(RankLost(2, "frozen", "silent"), LIMIT_S)
+        wait_until(lambda: all(each.transport.view.members == (0, 1) for each in others))
+        assert fleet.transport.failure is None
+        others[0].directory.finish()
+        wait_until(lambda: fleet.transport.failure)
+    assert "replica 0 has finished the run without this replica" in str(fleet.transport.failure)
+    for each in others:
+        each.close()
+    with pytest.raises(RunFinishedError, match="the others have finished the run"):
+        fleet.rejoin(LIMIT_S)
+
+
 def test_who_was_replaced_and_finds_nobody_ends_with_a_sentence(meet: Meet, data: Path) -> None:
     """It had stood still, and the others had ended since, so it searched for ever."""
     *others, fleet = meet(3)

@@ -534,6 +534,9 @@ class Directory:
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
+            if self.transport.views.last_view is not None and asked.replica in self.transport.view.members:
+                # it has gone on in a later view, of which this process has heard nothing
+                self.connections.handle(Yielded(f"replica {asked.replica} has finished the run without this replica."))
             await say(Done(), reader, writer)
 
     def identity_of(self, rank: int) -> str:
