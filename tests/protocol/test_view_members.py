@@ -36,6 +36,7 @@ from diloco.protocol import (
     Welcome,
     tally,
 )
+from diloco.protocol.view_change import MOST_JOINERS
 from tests.protocol.broken import report, without
 from tests.protocol.network import Limits, explore, settle
 from tests.protocol.simulated import (
@@ -243,6 +244,29 @@ def test_members_that_are_too_few_go_on_with_new_ones(returns: int) -> None:
     network.return_whole(5)
     finish(network)
     assert {network[number].view.members for number in (2, 3, 4, 5)} == {(2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("ended", [1, MOST_JOINERS + 1])
+def test_newcomers_that_have_ended_keep_nobody_out_where_members_wait(ended: int) -> None:
+    """They have come one after the other, each with another number, and nobody can be connected to them any more."""
+    network = simulated(4, Limits(), replace(RULES, min_replicas=4), strangers=ended + 2)
+    for number in range(4, 6 + ended):
+        network.end(number)
+    begin(network, 0, 1, 2, 3)
+    for number in (0, 1):
+        network.end(number)
+    finish(network)
+    for number in range(4, 4 + ended):
+        network.return_whole(number)
+        explore(network)
+        assert network[number].waits
+        network.end(number)
+        explore(network)
+    last = 4 + ended, 5 + ended
+    for number in last:
+        network.return_whole(number)
+        finish(network)
+    assert {network[number].view.members for number in (2, 3, *last)} == {(2, 3, *last)}
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 7])

@@ -111,6 +111,11 @@ class ViewChange:
         return bool(self.waiting) or (is_new and self.mine.ballot == 0)
 
     @property
+    def still_joining(self) -> frozenset[int]:
+        """The replicas that join by this change; while it waits, those that have ended keep nobody else out."""
+        return self._joining if self.waiting else self.mine.joining
+
+    @property
     def committed(self) -> frozenset[RoundId]:
         """The rounds that a member has committed, as far as is known."""
         return self._reports.union("commits")
@@ -141,8 +146,8 @@ class ViewChange:
         members = frozenset(self.view.members)
         undecided = {self._rules.replica_of(rank) for rank in self._were_apart}
         newcomers, mine = frozenset(joining) - members, self.mine
-        for newcomer in newcomers & mine.lost if self.waiting else ():
-            mine = mine.without(newcomer)  # it has come again
+        for newcomer in mine.lost - members if newcomers and self.waiting else ():
+            mine = mine.without(newcomer)  # it has come again, or others come in its place
         joining = mine.joining | newcomers
         mine = replace(mine, joining=joining).extended(
             (members | joining) - {self._rules.replica},
