@@ -22,10 +22,12 @@ from diloco.protocol import (
     Change,
     ClosedToJoiners,
     Connected,
+    Entry,
     Event,
     Exchanged,
     Excluded,
     Header,
+    Join,
     Leaving,
     Left,
     Machine,
@@ -267,6 +269,21 @@ def test_newcomers_that_have_ended_keep_nobody_out_where_members_wait(ended: int
         network.return_whole(number)
         finish(network)
     assert {network[number].view.members for number in (2, 3, *last)} == {(2, 3, *last)}
+
+
+def test_members_wait_for_more_where_one_of_them_has_lost_a_newcomer() -> None:
+    """Both have reported that it joins, and it is needed: no ballot can succeed until it asks again."""
+    network = simulated(3, Limits(ends=1, cuts=1), replace(RULES, min_replicas=3), strangers=1)
+    begin(network, 0, 1, 2)
+    network.end(1)
+    finish(network)
+    for number in (0, 2):
+        network[number].hear(3, Join(Entry(3, "simulated:3"), (0, 2)))
+    network.happen("cuts", 2, 3, 0)
+    network.happen("notice", 2, 3, 0)
+    finish(network)
+    assert network[0].machine.views.joining == network[2].machine.views.joining == {3}
+    assert network[0].waits == network[2].waits == "2 of at least 3 replicas are left"
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 7])

@@ -364,8 +364,8 @@ class ViewChange:
         there = [each for each in members if (each not in gone if stops else self._hears(each))]
         staying = self._best(there)
         reports = [report for rank, report in self._reports.last.items() if self._rules.replica_of(rank) in staying]
-        ask_all = joining.intersection(*(report.joining for report in reports))  # only these can join: see `next_view`
-        return self._refusal({*members}.difference(staying), ask_all)
+        here = [each.joining.difference(each.apart, each.gone.difference(members)) for each in reports]
+        return self._refusal({*members}.difference(staying), joining.intersection(*here))  # see `next_view`
 
     @property
     def _joining(self) -> frozenset[int]:
