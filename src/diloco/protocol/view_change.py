@@ -466,8 +466,8 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        # who has chosen it may have counted anybody that was about to join
-        return not refusal(self.view, denying, self._rules, joining=self.view.members)
+        # who has chosen it may have counted any number that was about to join
+        return not refusal(self.view, denying, self._rules, joining=range(self._rules.min_replicas))
 
     def _accept(self) -> None:
         proposal, mine, ballot = self._proposal, self.mine, self.mine.ballot
