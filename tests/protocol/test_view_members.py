@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
-from diloco.membership import View, names_of
+from diloco.membership import NextView, Report, View, names_of
 from diloco.protocol import (
     REDIAL,
     Announced,
@@ -22,6 +22,8 @@ from diloco.protocol import (
     Change,
     ClosedToJoiners,
     Connected,
+    Disconnected,
+    Entered,
     Entry,
     Event,
     Exchanged,
@@ -224,6 +226,24 @@ def test_who_is_let_in_as_its_connection_breaks_hears_that_the_others_go_on_with
     assert network.dial(2, 1)
     joiner.hear(1, Excluded(joiner.view.id, "replica 2 is lost"))
     assert "replica 2 is lost" in joiner.left
+
+
+def test_a_report_from_a_process_that_has_ended_does_not_make_its_successor_a_member() -> None:
+    """It came before the welcome was taken, and the new process is connected since, which asks to join."""
+    joiner = Machine(replace(RULES, rank=2))
+    view = View(0, (0, 1))
+    following = NextView(view.followed_by((0, 1, 2)), view, 3, {})
+    for rank in (0, 1):
+        joiner.handle(0.0, Connected(rank, rank, str(rank), f"process {rank}"))
+    joiner.handle(0.0, Begun(View(-1, (0, 1)), False))
+    joiner.handle(0.0, Announced(Join(Entry(2, "2"))))
+    connections = joiner.handle(0.0, Received(0, Welcome(following, b""))).answers[0][1]
+    joiner.handle(0.0, Received(1, Change(Report(1, 1), "replica 0 is late", "late")))
+    joiner.handle(0.0, Disconnected(1))
+    joiner.handle(0.0, Connected(1, 3, "1", "another process"))
+    joiner.handle(0.0, Entered(following, connections))
+    joiner.handle(0.0, Received(1, Join(Entry(1, "1"), (0, 2))))
+    assert joiner.views.joining == {1}
 
 
 @pytest.mark.parametrize("returns", [0, 1])
