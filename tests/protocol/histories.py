@@ -183,7 +183,7 @@ def reunited(network: Network) -> str:
         members = [node for node in network.nodes.values() if isinstance(node, Rank) and not node.left]
         if not members:
             return "none"  # the last one has adopted a view without it, whose members have all ended
-        if len(members) == len(members[0].view.members) == len(nodes):
+        if len({node.view for node in members}) == 1 and len(members) == len(members[0].view.members) == len(nodes):
             break
     views = {node.view for node in members}
     if len(views) > 1 or any(node.waits for node in members):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, ViewChangedError
-from diloco.membership import View, names_of
+from diloco.membership import NextView, Report, View, names_of
 from diloco.protocol import (
     REDIAL,
     Announced,
@@ -22,10 +22,14 @@ from diloco.protocol import (
     Change,
     ClosedToJoiners,
     Connected,
+    Disconnected,
+    Entered,
+    Entry,
     Event,
     Exchanged,
     Excluded,
     Header,
+    Join,
     Leaving,
     Left,
     Machine,
@@ -36,6 +40,7 @@ from diloco.protocol import (
     Welcome,
     tally,
 )
+from diloco.protocol.view_change import MOST_JOINERS
 from tests.protocol.broken import report, without
 from tests.protocol.network import Limits, explore, settle
 from tests.protocol.simulated import (
@@ -223,6 +228,24 @@ def test_who_is_let_in_as_its_connection_breaks_hears_that_the_others_go_on_with
     assert "replica 2 is lost" in joiner.left
 
 
+def test_a_report_from_a_process_that_has_ended_does_not_make_its_successor_a_member() -> None:
+    """It came before the welcome was taken, and the new process is connected since, which asks to join."""
+    joiner = Machine(replace(RULES, rank=2))
+    view = View(0, (0, 1))
+    following = NextView(view.followed_by((0, 1, 2)), view, 3, {})
+    for rank in (0, 1):
+        joiner.handle(0.0, Connected(rank, rank, str(rank), f"process {rank}"))
+    joiner.handle(0.0, Begun(View(-1, (0, 1)), False))
+    joiner.handle(0.0, Announced(Join(Entry(2, "2"))))
+    connections = joiner.handle(0.0, Received(0, Welcome(following, b""))).answers[0][1]
+    joiner.handle(0.0, Received(1, Change(Report(1, 1), "replica 0 is late", "late")))
+    joiner.handle(0.0, Disconnected(1))
+    joiner.handle(0.0, Connected(1, 3, "1", "another process"))
+    joiner.handle(0.0, Entered(following, connections))
+    joiner.handle(0.0, Received(1, Join(Entry(1, "1"), (0, 2))))
+    assert joiner.views.joining == {1}
+
+
 @pytest.mark.parametrize("returns", [0, 1])
 def test_members_that_are_too_few_go_on_with_new_ones(returns: int) -> None:
     """They come one by one, and are told why they wait; one ends meanwhile and comes again."""
@@ -243,6 +266,44 @@ def test_members_that_are_too_few_go_on_with_new_ones(returns: int) -> None:
     network.return_whole(5)
     finish(network)
     assert {network[number].view.members for number in (2, 3, 4, 5)} == {(2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("ended", [1, MOST_JOINERS + 1])
+def test_newcomers_that_have_ended_keep_nobody_out_where_members_wait(ended: int) -> None:
+    """They have come one after the other, each with another number, and nobody can be connected to them any more."""
+    network = simulated(4, Limits(), replace(RULES, min_replicas=4), strangers=ended + 2)
+    for number in range(4, 6 + ended):
+        network.end(number)
+    begin(network, 0, 1, 2, 3)
+    for number in (0, 1):
+        network.end(number)
+    finish(network)
+    for number in range(4, 4 + ended):
+        network.return_whole(number)
+        explore(network)
+        assert network[number].waits
+        network.end(number)
+        explore(network)
+    last = 4 + ended, 5 + ended
+    for number in last:
+        network.return_whole(number)
+        finish(network)
+    assert {network[number].view.members for number in (2, 3, *last)} == {(2, 3, *last)}
+
+
+def test_members_wait_for_more_where_one_of_them_has_lost_a_newcomer() -> None:
+    """Both have reported that it joins, and it is needed: no ballot can succeed until it asks again."""
+    network = simulated(3, Limits(ends=1, cuts=1), replace(RULES, min_replicas=3), strangers=1)
+    begin(network, 0, 1, 2)
+    network.end(1)
+    finish(network)
+    for number in (0, 2):
+        network[number].hear(3, Join(Entry(3, "simulated:3"), (0, 2)))
+    network.happen("cuts", 2, 3, 0)
+    network.happen("notice", 2, 3, 0)
+    finish(network)
+    assert network[0].machine.views.joining == network[2].machine.views.joining == {3}
+    assert network[0].waits == network[2].waits == "2 of at least 3 replicas are left"
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 7])

@@ -10,7 +10,10 @@ import pytest
 
 from diloco.protocol import (
     Accept,
+    Adopted,
     Change,
+    Entry,
+    Join,
     Message,
     Propose,
     ViewChange,
@@ -20,7 +23,7 @@ from diloco.protocol import (
 )
 from tests.protocol.histories import outcome
 from tests.protocol.network import Limits, Network
-from tests.protocol.simulated import LATE_S, begin, simulated
+from tests.protocol.simulated import LATE_S, RULES, begin, finish, simulated
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -246,3 +249,48 @@ def test_no_rule_can_be_left_out(
     assert ending(scene().network) in ("one", "waits", "none")
     without(monkeypatch)
     assert ending(scene().network) == wrong
+
+
+def test_a_view_that_only_newcomers_made_large_enough_is_kept() -> None:
+    """Of three, two agree with newcomers to go on, and only one of them adopts it; others come to the other two."""
+    network = simulated(3, Limits(cuts=9, heals=1), replace(RULES, min_replicas=4), strangers=4)
+
+    def cut(one: int, other: int) -> None:
+        network.happen("cuts", one, other, 0)
+        for pair in ((one, other), (other, one)):
+            network.on_the_way[pair].clear()
+            network.happen("notice", *pair, 0)
+
+    def join(*newcomers: int, at: tuple[int, int]) -> None:
+        for newcomer, member in product(newcomers, at):
+            network[member].hear(newcomer, Join(Entry(newcomer, f"simulated:{newcomer}"), (*at, *newcomers)))
+
+    def deliver(one: int, other: int) -> None:
+        """Deliver what two send each other until the first adopts the next view, which the second does not hear."""
+        while not network[one].changes and (network.can("deliver", one, other) or network.can("deliver", other, one)):
+            for pair in ((one, other), (other, one)):
+                while network.can("deliver", *pair) and not (
+                    pair == (one, other) and isinstance(decode(network.on_the_way[pair][0], Message), Accept | Adopted)
+                ):
+                    network.happen("deliver", *pair, 0)
+
+    begin(network, 0, 1, 2)
+    cut(0, 2)
+    cut(1, 2)
+    finish(network)
+    assert network[0].waits == network[1].waits == "2 of at least 4 replicas are left"
+    join(3, 4, at=(0, 1))
+    while not network[0].changes:
+        for number in (0, 1):
+            network[number].fire(of_round=False)
+        deliver(0, 1)
+    assert network[0].view.members == (0, 1, 3, 4)
+    assert not network[1].changes
+    cut(0, 1)
+    cut(1, 3)
+    cut(1, 4)
+    network.happen("heals", 1, 2, 0)
+    assert network.dial(1, 2)
+    join(5, 6, at=(1, 2))
+    finish(network)
+    assert network[1].changes[:1] in ([], network[0].changes[:1])

@@ -266,7 +266,7 @@ class Machine:
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
         if isinstance(message, Excluded) and message.view >= views.view.id:
-            self.roster.recognise(sender)  # only a member's process knows what follows this view
+            self.roster.recognise(sender, connection)  # only a member's process knows what follows this view
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender, connection):
             return
         match message:
@@ -289,8 +289,9 @@ class Machine:
 
     def _process_view_message(self, sender: int, message: ViewMessage, connection: int | None) -> None:
         views, rounds = self.views, self.rounds
-        if isinstance(message, Change) and message.view == views.view.id and self.roster.recognise(sender):
-            views.meet_again(sender)  # only a member's process reports on a view
+        is_report = isinstance(message, Change) and message.view == views.view.id
+        if is_report and self.roster.recognise(sender, connection):  # only a member's process reports on a view
+            views.meet_again(sender)
         is_from_member = self.roster.is_from_member(sender, connection)
         ahead = message.view - views.view.id
         match message:

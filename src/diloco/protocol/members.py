@@ -116,11 +116,15 @@ class Roster:
         """Return the name of a member's process; "" if it is unknown."""
         return self._member_processes.get(rank, "")
 
-    def recognise(self, rank: int) -> bool:
-        """Take the connected process for the member whose process this one has not known, if that is so."""
-        is_unknown = rank in self.connections and rank in self.members and rank not in self._member_processes
+    def recognise(self, rank: int, connection: int | None) -> bool:
+        """Take the process with this connection for the member whose process this one has not known, if that is so.
+
+        Another one may be connected since.
+        """
+        is_current = connection is not None and connection == self.connections.get(rank)
+        is_unknown = is_current and rank in self.members and rank not in self._member_processes
         if is_unknown:
-            self.members[rank] = self.connections[rank]
+            self.members[rank] = connection
             self._member_processes[rank] = self._processes[rank]
         return is_unknown
 

@@ -111,6 +111,11 @@ class ViewChange:
         return bool(self.waiting) or (is_new and self.mine.ballot == 0)
 
     @property
+    def still_joining(self) -> frozenset[int]:
+        """The replicas that join by this change; while it waits, those that have ended keep nobody else out."""
+        return self._joining if self.waiting else self.mine.joining
+
+    @property
     def committed(self) -> frozenset[RoundId]:
         """The rounds that a member has committed, as far as is known."""
         return self._reports.union("commits")
@@ -141,8 +146,8 @@ class ViewChange:
         members = frozenset(self.view.members)
         undecided = {self._rules.replica_of(rank) for rank in self._were_apart}
         newcomers, mine = frozenset(joining) - members, self.mine
-        for newcomer in newcomers & mine.lost if self.waiting else ():
-            mine = mine.without(newcomer)  # it has come again
+        for newcomer in mine.lost - members if newcomers and self.waiting else ():
+            mine = mine.without(newcomer)  # it has come again, or others come in its place
         joining = mine.joining | newcomers
         mine = replace(mine, joining=joining).extended(
             (members | joining) - {self._rules.replica},
@@ -359,8 +364,8 @@ class ViewChange:
         there = [each for each in members if (each not in gone if stops else self._hears(each))]
         staying = self._best(there)
         reports = [report for rank, report in self._reports.last.items() if self._rules.replica_of(rank) in staying]
-        ask_all = joining.intersection(*(report.joining for report in reports))  # only these can join: see `next_view`
-        return self._refusal({*members}.difference(staying), ask_all)
+        here = [each.joining.difference(each.apart, each.gone.difference(members)) for each in reports]
+        return self._refusal({*members}.difference(staying), joining.intersection(*here))  # see `next_view`
 
     @property
     def _joining(self) -> frozenset[int]:
@@ -461,8 +466,8 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        # who has chosen it may have counted anybody that was about to join
-        return not refusal(self.view, denying, self._rules, joining=self.view.members)
+        # who has chosen it may have counted any number that was about to join
+        return not refusal(self.view, denying, self._rules, joining=range(self._rules.min_replicas))
 
     def _accept(self) -> None:
         proposal, mine, ballot = self._proposal, self.mine, self.mine.ballot

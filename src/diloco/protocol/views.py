@@ -299,7 +299,8 @@ class Views:
             connected: the ranks to which it is connected. If a member is missing, or another joiner, the rank is asked
                 to try again.
         """
-        replica, joining, members = self._rules.replica_of(rank), self.joining, self.view.members
+        replica, members = self._rules.replica_of(rank), self.view.members
+        joining = self.joining if self.change is None else self.change.still_joining
         is_member = replica in members  # or rather was: this is another process
         needed = {*self.heard} - {replica}
         if self._roster.is_connected(rank):
