@@ -159,7 +159,9 @@ def outcome(network: Network) -> str:
         check_agreement(going_on)
     except AssertionError as error:
         return str(error).partition("\n")[0] or "other"
-    return "one" if going_on else "waits" if any(node.waits for node in there) else "none"
+    if going_on:
+        return "one"
+    return "waits" if any(node.waits for node in there) else "none"
 
 
 def reunited(network: Network) -> str:

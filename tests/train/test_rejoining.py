@@ -242,7 +242,7 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
 def test_who_waits_for_members_that_finish_without_it_hears_that_the_run_is_over(meet: Meet) -> None:
     """It was frozen as they went on, and what they told it was lost; it waited for ever for them to be back."""
     *others, fleet = meet(3)
-    with mock.patch.object(fleet.transport.views, "receive_parting"):
+    with mock.patch.object(fleet.transport.views, "exclude"):
         for each in others:
             each.transport.connections.call_event(RankLost(2, "frozen", "silent"), LIMIT_S)
         wait_until(lambda: all(each.transport.view.members == (0, 1) for each in others))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from diloco.algorithm import check_choice
+from diloco.algorithm import RoundId, check_choice
 from diloco.membership.values import NextView, Report, View, names_of
 
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
@@ -76,32 +76,32 @@ def yields(mine: Collection[int], theirs: Collection[int]) -> bool:
 
 
 def staying_members(
-    view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy
+    view: View, reports: Collection[Report], candidates: Collection[int], size: int, policy: Policy
 ) -> tuple[int, ...]:
     """Return the members of ``view`` that a proposer lets stay, in ascending order.
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
-    continue. If two members don't hear each other, the one to go is a member from which half of all have recently
-    received nothing for a while, else the one that joined later. But the
-    lowest-numbered member stays if that makes no set smaller and only half of the view stays: see `refusal`.
+    continue. If two members don't hear each other, the one to go is a member that half of the view find unsteady, else
+    the one that joined later. But the lowest-numbered member stays if that makes no set smaller and only half of the
+    view stays: see `refusal`.
 
     Args:
-        there: the members that may stay.
+        candidates: the members that may stay.
         size: the number of ranks per replica.
     """
     broken = {(report.rank // size, other) for report in reports for other in report.lost}
     unsteady = _accused(view, size, {report.rank: report.unsteady for report in reports})
-    order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
+    order = sorted((member for member in view.order if member in candidates), key=lambda member: member in unsteady)
     late = _accused(view, size, {report.rank: report.late for report in reports})
 
     def largest(members: Sequence[int]) -> tuple[int, ...]:
         staying = largest_set(members, broken)
         if 2 * len(staying) > len(view.members):
             return staying
-        return largest_set(sorted(members, key=lambda each: each != view.members[0]), broken)
+        return largest_set(sorted(members, key=lambda member: member != view.members[0]), broken)
 
-    if late.intersection(there):
-        in_time = largest([each for each in order if each not in late])
+    if late.intersection(candidates):
+        in_time = largest([member for member in order if member not in late])
         gone = frozenset().union(*(report.gone for report in reports))
         if not refusal(view, {*view.members}.difference(in_time), policy, gone=gone):
             return in_time
@@ -135,15 +135,14 @@ def next_view(
     if refusal(view, lost, policy, gone=gone.difference(alive), joining=asking):
         return None
     members = sorted({*staying, *joining})
-    held, commits = [report.held for report in reports], union("commits")
-    digests = {key: tuple(each.get(key, "") for each in held[:size]) for key in held[0]}
-    void = union("void")
-    agreed = {
-        key: each
-        for key, each in digests.items()
-        if (key not in void or key in commits)
-        and all(key in votes and votes[key] == each[index % size] for index, votes in enumerate(held))
-    }
+    votes, commits, void = [report.votes for report in reports], union("commits"), union("void")
+
+    def is_committed(round_id: RoundId, digests: Sequence[str]) -> bool:
+        have_voted = all(mine.get(round_id) == digests[index % size] for index, mine in enumerate(votes))
+        return have_voted and (round_id not in void or round_id in commits)
+
+    digests_of = {round_id: tuple(mine.get(round_id, "") for mine in votes[:size]) for round_id in votes[0]}
+    agreed = {round_id: digests for round_id, digests in digests_of.items() if is_committed(round_id, digests)}
     return NextView(
         view=view.followed_by(members),
         previous=view,
@@ -172,39 +171,39 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
     """
     # sets as bits, the earliest member's highest: of two sets of one size, the greater number holds the earlier members
     size = len(members)
-    place = {member: size - 1 - index for index, member in enumerate(members)}
-    apart = [0] * size
-    for one, other in unheard:
-        if one in place and other in place and one != other:
-            apart[place[one]] |= 1 << place[other]
-            apart[place[other]] |= 1 << place[one]
+    bit_of = {member: size - 1 - index for index, member in enumerate(members)}
+    apart = [0] * size  # by bit: the members with which one makes a bad pair
+    for first, second in unheard:
+        if first in bit_of and second in bit_of and first != second:
+            apart[bit_of[first]] |= 1 << bit_of[second]
+            apart[bit_of[second]] |= 1 << bit_of[first]
 
     def largest(group: int) -> int:
-        pairs = {each: (apart[each] & group).bit_count() for each in range(size) if group >> each & 1}
+        pairs = {bit: (apart[bit] & group).bit_count() for bit in range(size) if group >> bit & 1}
         while any(pairs.values()):
-            worst = max(pairs, key=lambda each: (pairs[each], -each))
+            worst = max(pairs, key=lambda bit: (pairs[bit], -bit))
             without = group & ~(1 << worst)
             if size <= _MAX_EXACT:
                 both = largest(without), largest(without & ~apart[worst]) | 1 << worst
-                return max(both, key=lambda each: (each.bit_count(), each))
+                return max(both, key=lambda subset: (subset.bit_count(), subset))
             group = without
             del pairs[worst]
-            for each in pairs:
-                pairs[each] -= apart[worst] >> each & 1
+            for bit in pairs:
+                pairs[bit] -= apart[worst] >> bit & 1
         return group
 
     chosen = largest((1 << size) - 1)
-    for each in range(size - 1, -1, -1):  # a greedy search may leave out one that is apart from none
-        if not apart[each] & chosen:
-            chosen |= 1 << each
-    return tuple(sorted(member for member in members if chosen >> place[member] & 1))
+    for bit in range(size - 1, -1, -1):  # a greedy search may leave out a member that hears all the others
+        if not apart[bit] & chosen:
+            chosen |= 1 << bit
+    return tuple(sorted(member for member in members if chosen >> bit_of[member] & 1))
 
 
 def _accused(view: View, size: int, accusations: Mapping[int, Collection[int]]) -> set[int]:
     """Return the replicas that at least half of ``view`` accuse; ``accusations`` are by rank.
 
-    A fast member alone may find a slow one late that keeps up with the others.
+    One accusation is not enough: a fast member may find one late that keeps up with all the others.
     """
-    pairs = {(rank // size, each) for rank, accused in accusations.items() for each in accused}
+    pairs = {(rank // size, accused) for rank, replicas in accusations.items() for accused in replicas}
     counts = Counter(accused for _, accused in pairs)
-    return {each for each, count in counts.items() if 2 * count >= len(view.members)}
+    return {accused for accused, count in counts.items() if 2 * count >= len(view.members)}

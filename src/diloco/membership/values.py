@@ -61,8 +61,8 @@ class View:
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", self.order or self.members)
         if not self.members or not list(self.members) == sorted(set(self.members)) == sorted(self.order):
-            words = "a view needs at least one replica, each once, in ascending order and in join order"
-            raise ConfigurationError(f"{words}; got {self.members} and {self.order}.")
+            rule = "a view needs at least one replica, each once, in ascending order and in join order"
+            raise ConfigurationError(f"{rule}; got {self.members} and {self.order}.")
 
     @classmethod
     def of(cls, num_replicas: int) -> View:
@@ -75,8 +75,9 @@ class View:
         >>> View.of(3).followed_by((1, 2)).followed_by((0, 1, 2)).order
         (1, 2, 0)
         """
-        kept = [each for each in self.order if each in members]
-        return View(self.id + 1, tuple(members), (*kept, *(each for each in members if each not in kept)))
+        kept = [member for member in self.order if member in members]
+        joined = [member for member in members if member not in kept]
+        return View(self.id + 1, tuple(members), (*kept, *joined))
 
 
 def names_of(replicas: Collection[int]) -> str:
@@ -95,7 +96,7 @@ class NextView:
     # this inner step or later belong to the next view, and earlier undecided rounds are void.
     from_step: Count
     commits: Commits  # the committed rounds that a survivor may not have committed itself
-    void: RoundIds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
+    void: RoundIds = frozenset()  # rounds that are void; see `carries_over` for the undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
     apart: Ranks = ()  # members that were left out, and that may still be running; ascending
     restarted: Ranks = ()  # members that have ended, and whose new processes are about to join; ascending
@@ -129,7 +130,11 @@ class NextView:
             (self.joined, "joins", "join"),
             (self.view.members, "continues", "continue"),
         )
-        return "; ".join(f"{names_of(who)} {one if len(who) == 1 else several}" for who, one, several in parts if who)
+        return "; ".join(
+            f"{names_of(replicas)} {singular if len(replicas) == 1 else plural}"
+            for replicas, singular, plural in parts
+            if replicas
+        )
 
     @property
     def carries_over(self) -> bool:
@@ -161,7 +166,7 @@ class Report:
     left: Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
     # replicas that the rank hears, and for whose contribution it has waited too long, or that spoil rounds
     late: Replicas = frozenset()
-    unsteady: Replicas = frozenset()  # replicas that it hears, but from which it received nothing for several beats
+    unsteady: Replicas = frozenset()  # replicas that the rank hears, but that are quiet, or were recently
     # replicas that have asked the rank to be members of the next view; a member among them was started again, and joins
     # right after that view
     joining: Replicas = frozenset()
@@ -186,33 +191,33 @@ class Report:
     ) -> Report:
         """Return the report with what is observed of ``others``.
 
-        Who is apart is not gone because it ends afterwards, but if it asks to join as a new process.
+        A replica that is apart stays apart if it ends afterwards; it is gone once its new process asks to join.
         """
         known = frozenset(others)
-        again = known.intersection(restarted)
-        ended = self.gone.union(known.intersection({*gone, *left}) - self.apart, again)
+        returning = known.intersection(restarted)
+        ended = self.gone.union(known.intersection({*gone, *left}) - self.apart, returning)
         return replace(
             self,
             apart=self.apart.union(known.intersection(apart)) - ended,
             gone=ended,
             left=self.left.union(ended.intersection(left)),
             late=self.late.union(known.intersection(late)),
-            joining=self.joining.union(again),
+            joining=self.joining.union(returning),
         )
 
     def without(self, replica: int) -> Report:
         """Return the report as if nothing had been observed of the end, or the silence, of a replica."""
-        left = frozenset({replica})
+        forgotten = frozenset({replica})
         return replace(
             self,
-            apart=self.apart - left,
-            gone=self.gone - left,
-            left=self.left - left,
-            joining=self.joining - left,
+            apart=self.apart - forgotten,
+            gone=self.gone - forgotten,
+            left=self.left - forgotten,
+            joining=self.joining - forgotten,
         )
 
     @property
-    def held(self) -> Mapping[RoundId, Digest]:
+    def votes(self) -> Mapping[RoundId, Digest]:
         """The rounds that the rank has voted for, committed or not."""
         return {**self.voted, **self.commits}
 

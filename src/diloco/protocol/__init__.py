@@ -1,4 +1,4 @@
-"""The state machine of one rank: calls and a time go in, effects come out. It does no I/O and owns no clock."""
+"""The state machine of one rank: events and a time go in, effects come out. It does no I/O and owns no clock."""
 
 import lazy_loader
 

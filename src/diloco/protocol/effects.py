@@ -57,8 +57,8 @@ class Average(Mean, Commit):
     @classmethod
     def of(cls, plan: Exchange, replica: int, *, view: View, **more: Any) -> Self:
         """Return the result of a round that was exchanged by a plan, for a member of its view."""
-        here = view.members.index(replica)
-        sent_bytes, received_bytes = plan.sent[here], plan.received[here]
+        index = view.members.index(replica)
+        sent_bytes, received_bytes = plan.sent[index], plan.received[index]
         return cls(view=view, sent_bytes=sent_bytes, received_bytes=received_bytes, choice=plan.choice, **more)
 
 
@@ -72,8 +72,8 @@ class Effects:
     timers: dict[Timer, float | None] = field(default_factory=dict)
     # rounds that are applied by every replica, each with the mean that it holds, or by none, with the error
     outcomes: list[tuple[RoundId, Commit | TransportError]] = field(default_factory=list)
-    # views that were adopted, each with the reason as this rank learned it, and the decision, and the cause; a
-    # `Welcome` with the owner's note goes to the ranks that join
+    # views that were adopted, each with what happened (the reason as this rank learned it, and what has become of the
+    # members) and the cause; a `Welcome` with the owner's note goes to the ranks that join
     adopted: list[tuple[NextView, str, Cause]] = field(default_factory=list)
     welcomed: list[int] = field(default_factory=list)  # ranks to which the last `Welcome` goes once more
     # rounds of which to exchange the payloads with the members of a view, once there is a verdict
@@ -83,14 +83,17 @@ class Effects:
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
     registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
     introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't
-    answers: list[Answer] = field(default_factory=list)  # to this rank's request to join; a welcome is the last one
+    answers: list[Answer] = field(default_factory=list)  # to this rank's request to join; no refusal follows a welcome
     silent: list[int] = field(default_factory=list)  # ranks that count as lost by silence
     stalled: bool = False  # this process stood still, so whoever owes it something has time again
 
 
 @dataclass(frozen=True)
 class RoundFailed:
-    """The view is to end without those that are ``late``, or as a round is disputed; ``anyway``: whoever is left."""
+    """The view is to end without those that are ``late``, or as a round is disputed.
+
+    ``anyway``: even if the others may not go on without them; the view change then waits.
+    """
 
     view_id: int
     why: str
@@ -101,7 +104,10 @@ class RoundFailed:
 
 @dataclass(frozen=True)
 class ViewBegan:
-    """A view has begun: the first one, or what followed one; ``mine`` is this rank's report on the end of that."""
+    """A view has begun. ``following`` is how it followed another one; None: nothing is known of one before it.
+
+    ``mine`` is this rank's report on the end of the one before; None: it was not a member of that.
+    """
 
     following: NextView | None = None
     mine: Report | None = None
@@ -112,7 +118,7 @@ class Outbox:
     """What the parts of the machine produce during an event."""
 
     effects: Effects = field(default_factory=Effects)
-    queue: deque[RoundFailed | ViewBegan] = field(default_factory=deque)  # what other parts follow before the end
+    queue: deque[RoundFailed | ViewBegan] = field(default_factory=deque)  # for other parts, before the event ends
     now_s: float = 0.0
 
     def send(self, ranks: Iterable[int], message: WireMessage) -> None:

@@ -15,7 +15,7 @@ from diloco.membership import Cause, NextView, View
 from diloco.protocol.wire import Announcement, FactsMessage, Header, Join, Message, SiteMessage
 
 Timer = RoundId | None
-"""At which round to look; None: at the change to the next view. None is left from an earlier view."""
+"""The round at which to look; ``None``: the change to the next view. No timer outlives its view."""
 
 
 class Event(Struct, frozen=True, tag=True):
@@ -136,7 +136,7 @@ class Ejected(Event, frozen=True):
     """These replicas are to be members no more."""
 
     replicas: frozenset[int]
-    by: int | None  # the rank that has told this one, which has told the others; None: it heard of it otherwise
+    by: int | None  # the rank that told this one; None: no rank did. This one has told the others
     why: str
 
 

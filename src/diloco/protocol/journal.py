@@ -30,7 +30,7 @@ class LoggedMachine(Machine):
         except Exception as error:
             self._note(now_s, event, repr(error))
             raise
-        self._note(now_s, event, str({name: each for name, each in vars(effects).items() if each}))
+        self._note(now_s, event, str({name: effect for name, effect in vars(effects).items() if effect}))
         return effects
 
     def _note(self, now_s: float, event: Event, effects: str) -> None:

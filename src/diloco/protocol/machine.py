@@ -1,11 +1,13 @@
 """The state machine of one rank: events and a time go in, effects come out.
 
 It owns no thread, clock, socket or future. Its owner hands in one event at a time and carries out the returned effects;
-other threads read its state, and nobody else changes it.
-A connection has a number of its own, since a process that takes a rank's place uses another connection.
+other threads read its state, and nobody else changes it. A connection has a number of its own, since a process that
+takes a rank's place uses another connection.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -69,6 +71,15 @@ _MAX_MEMBER_BYTES, _MAX_STRANGER_BYTES = 1 << 22, 1 << 19  # of one sender's hel
 _MAX_STRANGERS_BYTES = 1 << 22  # of all non-members together, one of which may be about to become a member
 
 
+class _HeldMessage(NamedTuple):
+    """A message that waits for a view."""
+
+    sender: int
+    data: bytes  # the encoded message, which takes the least memory
+    connection: int | None  # None: it had ended when the message was taken in
+    from_member: bool
+
+
 class Machine:
     """One rank's part in everything that ranks agree on."""
 
@@ -83,15 +94,14 @@ class Machine:
         self._is_welcome = False  # whether one has answered so
         self._began = False
         self._leaves_if_waiting = False  # whether this rank takes no more steps, so that it waits for nobody
-        # messages that wait for a view, in the order of their arrival: the sender; the message, encoded, as that takes
-        # the least memory; its connection, None if that had ended by then; and whether the sender was a member
-        self._held: list[tuple[int, bytes, int | None, bool]] = []
+        self._held: list[_HeldMessage] = []  # in the order of their arrival
 
     def handle(self, now_s: float, event: Event) -> Effects:
         """Take in an event, and return the effects to carry out; ``now_s`` is the current time of a monotonic clock.
 
         Raises:
-            MessageError: a message does not conform to this protocol. The state has not changed.
+            MessageError: a message does not conform to this protocol. Nothing has changed, but for when its sender was
+                last heard.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -119,10 +129,10 @@ class Machine:
 
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: half of the members have asked for it, or a loss would end the run."""
-        asked = {self.rules.replica_of(rank) for rank in self.said.numbers["stop"]} & {*self.views.view.members}
+        stopping = {self.rules.replica_of(rank) for rank in self.said.numbers["stop"]} & {*self.views.view.members}
         if not self.rules.continue_without_lost:
-            return bool(asked)
-        return 2 * len(asked) >= len(self.views.view.members)
+            return bool(stopping)
+        return 2 * len(stopping) >= len(self.views.view.members)
 
     # Events.
 
@@ -253,7 +263,10 @@ class Machine:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
             case _:
                 connection = self.roster.connections.get(sender)
-                (self._process if self._began else self._hold)(sender, message, connection)
+                if self._began:
+                    self._process(sender, message, connection)
+                else:
+                    self._hold(sender, message, connection)
 
     def _receive_announcement(self, sender: int, message: Announcement) -> None:
         if message.topic == "stop" and message.value > self.rounds.greatest_step:
@@ -294,15 +307,16 @@ class Machine:
             views.meet_again(sender)
         is_from_member = self.roster.is_from_member(sender, connection)
         ahead = message.view - views.view.id
+        is_far_ahead = views.is_member and is_from_member and ahead > _VIEWS_AHEAD
         match message:
             case Leaving() if is_from_member:  # takes effect at once, whatever view the sender is in
                 views.receive_leaving(sender, message)
-            case _ if ahead > (_VIEWS_AHEAD if views.is_member and is_from_member else float("inf")):
+            case _ if is_far_ahead:
                 views.drop(sender, f"rank {sender} sent a message about view {message.view}, far ahead of the others")
             case _ if ahead > 0:
                 self._hold(sender, message, connection)
                 if is_from_member and views.waiting and views.change is not None:
-                    views.change.tell(sender)  # which answers with what has ended this view
+                    views.change.tell(sender)  # which answers how this view has ended
             case Header() | RoundVote() if not views.is_member:
                 self._hold(sender, message, connection)
             case _ if not is_from_member:
@@ -336,13 +350,13 @@ class Machine:
         known to be a member.
         """
         data, from_member = encode(message), self._began and self._is_member(sender, connection)
-        sizes = [len(each) for rank, each, _, _ in self._held if rank == sender]
+        sizes = [len(held.data) for held in self._held if held.sender == sender]
         most_bytes = _MAX_MEMBER_BYTES if from_member else _MAX_STRANGER_BYTES
         if len(sizes) >= _MAX_HELD or sum(sizes) + len(data) > most_bytes:
             raise MessageError("the sender exceeded the hold-back limit with messages about later views")
-        self._held.append((sender, data, connection, from_member))
-        strangers = [each for each in self._held if not each[3]]
-        while sum(len(each[1]) for each in strangers) > _MAX_STRANGERS_BYTES:
+        self._held.append(_HeldMessage(sender, data, connection, from_member))
+        strangers = [held for held in self._held if not held.from_member]
+        while sum(len(held.data) for held in strangers) > _MAX_STRANGERS_BYTES:
             self._held.remove(strangers.pop(0))
 
     def _release_held(self) -> None:
@@ -352,17 +366,16 @@ class Machine:
             try:
                 self._process(sender, decode(data, Message), connection)
             except MessageError as error:
-                words = f"replica {self.rules.replica_of(sender)} sent an invalid message: {error}"
-                self.views.drop(sender, words)
+                self.views.drop(sender, f"replica {self.rules.replica_of(sender)} sent an invalid message: {error}")
         if self.stop_is_agreed():
             self._stop()
 
     def _can_refuse(self, sender: int) -> bool:
-        """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""
+        """Return whether a rank that was asked may refuse this one: a non-member only if no other member was asked."""
         if self._is_welcome:
             return False
-        members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
-        return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
+        asked_members = {*map(self.rules.replica_of, self._asked)}.intersection(self.views.view.members)
+        return self.rules.replica_of(sender) in asked_members or asked_members <= {self.rules.replica}
 
     def _is_member(self, sender: int, connection: int | None) -> bool:
         """Return whether a message is a member's, as far as is known: before there are views, any rank may be one.
@@ -371,6 +384,6 @@ class Machine:
         """
         if not self._began:
             return True
-        of_member = self.roster.members.get(sender)
-        is_of_another = of_member is not None and connection not in (None, of_member)
-        return not is_of_another and self.rules.replica_of(sender) in self.views.view.members
+        members_connection = self.roster.members.get(sender)
+        is_anothers = members_connection is not None and connection not in (None, members_connection)
+        return not is_anothers and self.rules.replica_of(sender) in self.views.view.members

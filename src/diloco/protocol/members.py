@@ -13,7 +13,7 @@ from diloco.protocol.wire import Entry, FactsMessage, MessageError, Topic
 
 _MOST_UNSTEADY = 2
 _QUIET_BEATS = 1.5  # a connected rank from which nothing is received for so many heartbeats is unsteady for a while
-_UNSTEADY_PERIODS = 10  # times that: the while
+_UNSTEADY_PERIODS = 10  # times that: how long it stays unsteady
 
 
 class Roster:
@@ -54,12 +54,14 @@ class Roster:
             self.heard_s[rank] = now_s
 
     def beat(self, now_s: float) -> bool:
-        """Note a heartbeat of this process. Return whether it was suspended since the last one, so all others have time
-        again."""
-        stood_s, self._beat_s = now_s - self._beat_s, now_s
-        if stood_s > self._rules.silence_s - self._rules.heartbeat_s:
+        """Note a heartbeat of this process. Return whether it stood still since the last one.
+
+        Then the silence of all others is counted anew.
+        """
+        pause_s, self._beat_s = now_s - self._beat_s, now_s
+        if pause_s > self._rules.silence_s - self._rules.heartbeat_s:
             self._woke_s = now_s
-        if is_late := stood_s > 2 * self._rules.heartbeat_s + 1:
+        if is_late := pause_s > 2 * self._rules.heartbeat_s + 1:
             self.heard_s = dict.fromkeys(self.heard_s, now_s)
         return is_late
 
@@ -71,15 +73,15 @@ class Roster:
     def silent(self, members: Collection[int], now_s: float) -> list[int]:
         """Return the ranks that count as lost by silence.
 
-        A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they
-        are silent as well, up to twice `Rules.silence_s`, and so accuses none of them to another one, which its
-        messages may still reach. A few ``members`` that are quiet, or any number of other processes, delay nothing.
+        A process that is cut off from the others, or stood still, hears nothing from most of them. It then waits for up
+        to twice `Rules.silence_s`, so that all of them count as lost at once: its messages may still reach some, to
+        which it must not accuse the others. A few quiet ``members``, or any number of other processes, delay nothing.
         """
         rules, quiet_s = self._rules, {rank: now_s - heard_s for rank, heard_s in self.heard_s.items()}
-        waiting_s = [quiet_s[each] for each in members if quiet_s.get(each, math.inf) <= rules.silence_s]
+        waiting_s = [quiet_s[rank] for rank in members if quiet_s.get(rank, math.inf) <= rules.silence_s]
         most_are_quiet = 2 * sum(quiet > 2 * rules.heartbeat_s for quiet in waiting_s) > len(waiting_s)
         longest_s = 2 * rules.silence_s if most_are_quiet else rules.silence_s
-        return [each for each, quiet in quiet_s.items() if quiet > longest_s]
+        return [rank for rank, quiet in quiet_s.items() if quiet > longest_s]
 
     def unsteady(self, view: View, now_s: float) -> frozenset[int]:
         """Return each connected member of ``view`` that is quiet, or has been recently.
@@ -97,14 +99,14 @@ class Roster:
         return quiet if len(quiet) <= _MOST_UNSTEADY else frozenset()
 
     def disconnect(self, rank: int) -> None:
-        for known in (self.connections, self.addresses, self._processes, self.heard_s, self._quiet_s):
-            known.pop(rank, None)
+        for by_rank in (self.connections, self.addresses, self._processes, self.heard_s, self._quiet_s):
+            by_rank.pop(rank, None)
 
     def set_members(self, view: View) -> None:
         """Make the processes that are connected now the members of ``view``; those that were members before stay."""
         self.members = self.processes(view)
-        there = {rank: self._processes[rank] for rank in filter(self.is_connected, self.members)}
-        known = self._member_processes | there
+        connected = {rank: self._processes[rank] for rank in filter(self.is_connected, self.members)}
+        known = self._member_processes | connected
         self._member_processes = {rank: known[rank] for rank in self.members if rank in known}
 
     def processes(self, view: View) -> dict[int, int | None]:
@@ -143,11 +145,11 @@ class Roster:
 
     def unconnected(self, view: View) -> frozenset[int]:
         """Return the other members of ``view``, the current view, that are not connected."""
-        there = {member for member in view.members if all(map(self.is_connected, self._rules.ranks((member,))))}
-        return frozenset(view.members) - there - {self._rules.replica}
+        connected = {member for member in view.members if all(map(self.is_connected, self._rules.ranks((member,))))}
+        return frozenset(view.members) - connected - {self._rules.replica}
 
     def members_in_doubt(self) -> set[int]:
-        """Return the members whose connection has ended, and of which it is not known yet whether they have."""
+        """Return the members whose connection has ended for a reason that is still unknown."""
         return {self._rules.replica_of(rank) for rank in self.in_doubt if rank in self.members}
 
     def replaced(self, replicas: Collection[int]) -> frozenset[int]:
@@ -211,7 +213,7 @@ class Announcements:
         return None if message.answer else self.mine
 
     def begin_view(self, members: Mapping[int, int | None]) -> None:
-        """``members``: the ranks of the view, with the connections of their processes."""
+        """Forget the numbers of all but ``members``: the ranks of the view, with the connections of their processes."""
         self._were_members.update(members.items())
         for topic, numbers in self.numbers.items():  # another process may take the place of one that has left
             self.numbers[topic] = {rank: number for rank, number in numbers.items() if rank in members}
@@ -221,7 +223,8 @@ class Announcements:
             self.entries.pop(rank, None)
 
     def _is_of_member(self, rank: int) -> bool:
-        """Return whether an entry is that of a member, or former one, and not of a process that has its rank since."""
+        """Return whether the entry of a rank is a current or former member's, and not that of a process that has since
+        taken its rank."""
         return (rank, self._connections.get(rank)) in self._were_members
 
     def refusal(self) -> str:
@@ -229,4 +232,4 @@ class Announcements:
         if (mine := self.mine) is None:
             return ""
         others = (entry for rank, entry in sorted(self.entries.items()) if self._is_of_member(rank))
-        return next(filter(None, (mine.diff(each, self._rules.ranks_per_replica) for each in others)), "")
+        return next(filter(None, (mine.diff(entry, self._rules.ranks_per_replica) for entry in others)), "")

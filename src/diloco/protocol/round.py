@@ -38,7 +38,7 @@ class Round:
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
     committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
-    # this rank has voted for the round and others against it; the view change decides which it is
+    # this rank has voted for the round and others against it; the view change decides it
     disputed: bool = False
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
@@ -68,10 +68,11 @@ class Round:
         return frozenset(self.rules.replica_of(rank) for rank in self.ranks if rank not in known) - {self.rules.replica}
 
     def header_of(self, member: int) -> Header:
-        """Return the header of a member's rank at this rank's position, with which payloads are exchanged."""
-        return self.headers[self._here(member)]
+        """Return the header of the member's rank with which this one exchanges payloads."""
+        return self.headers[self._rank_of(member)]
 
-    def _here(self, member: int) -> int:
+    def _rank_of(self, member: int) -> int:
+        """Return a member's rank at this rank's position."""
         return member * self.rules.ranks_per_replica + self.rules.position
 
     # What happens to it.
@@ -94,7 +95,7 @@ class Round:
         """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
         self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
         if self.taking_over:
-            holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
+            holder = next((member for member in self.view.members if not self.header_of(member).taking_over), None)
             if holder is not None and self.header_of(holder).digest != self.headers[self.rules.rank].digest:
                 self.donor = holder
         if self.rules.replica in verdict.diverged:
@@ -106,7 +107,7 @@ class Round:
         self.verdict = verdict
         if not self.exchanging:
             return None
-        headers = {each: self.header_of(each) for each in verdict.contributors}
+        headers = {member: self.header_of(member) for member in verdict.contributors}
         weights = bounded_weights(
             {member: header.weight for member, header in headers.items()},
             {member: header.base_weight for member, header in headers.items()},
@@ -123,7 +124,7 @@ class Round:
 
     @property
     def late_s(self) -> float:
-        """How long a contribution, or a vote, may be awaited; infinite: no look shows that."""
+        """How long a contribution, or a vote, may be awaited; infinite: none is ever late."""
         if self.voted_s < math.inf:
             return self.rules.round_timeout_s
         return math.inf if self.rules.late_s is None or self.id.fragment < 0 else self.rules.late_s
@@ -134,22 +135,22 @@ class Round:
         return max(0.0, min(left_s, self.late_s / Rules.LOOKS))
 
     def late(self) -> frozenset[int]:
-        """Look which other replicas are awaited, and return those that have been for too long.
+        """Look which other replicas are awaited, and return those that have been awaited for too long.
 
-        That is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
-        before. It reads what others sent meanwhile before it looks again.
+        The time is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks
+        than before, and reads what others sent meanwhile before it looks again.
         """
         if math.isinf(self.late_s):
             return frozenset()
-        self.looks = {each: self.looks.get(each, -1) + 1 for each in self.awaited}
-        return frozenset(each for each, looks in self.looks.items() if looks >= Rules.LOOKS)
+        self.looks = {replica: self.looks.get(replica, -1) + 1 for replica in self.awaited}
+        return frozenset(replica for replica, looks in self.looks.items() if looks >= Rules.LOOKS)
 
     @property
     def suspects(self) -> frozenset[int]:
         """The replicas that are awaited for half of the looks after which they are late."""
         if self.committed is not None:
             return frozenset()
-        return frozenset(each for each in self.awaited if self.looks.get(each, 0) >= Rules.LOOKS / 2)
+        return frozenset(replica for replica in self.awaited if self.looks.get(replica, 0) >= Rules.LOOKS / 2)
 
     def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
         """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
@@ -174,7 +175,7 @@ class Round:
         self.voted_s, self.looks = now_s, {}
 
     def dispute(self) -> bool:
-        """Note that the view change decides about it; return whether that is new."""
+        """Note that the view change decides the round; return whether that is new."""
         is_new, self.disputed = not self.disputed, True
         return is_new
 
@@ -182,7 +183,10 @@ class Round:
         self.committed, self.reason = committed, reason
 
     def conclude(self, instead: TransportError | None) -> Commit | TransportError:
-        """Return what to report of a round that is decided; ``instead``: what this rank gets if it has not diverged."""
+        """Return what to report of a round that is decided.
+
+        ``instead`` replaces the outcome, unless this rank has diverged.
+        """
         outcome = self._outcome() if instead is None or self.fault is not None else instead
         self.concluded = True
         self._free()
@@ -200,11 +204,11 @@ class Round:
             self.begun = None
 
     def _outcome(self) -> Commit | TransportError:
-        """Return how it went, or why there is no average."""
+        """Return how the round went, or why there is no average."""
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(self.reason, round=str(self.id))
         assert self.verdict is not None
-        heard_s = [self.heard_s[self._here(member)] for member in self.verdict.contributors]
+        heard_s = [self.heard_s[self._rank_of(member)] for member in self.verdict.contributors]
         return Commit(
             round=self.id,
             view=self.view,
@@ -212,7 +216,7 @@ class Round:
             note=self.verdict.reason,
             donor=self.donor,
             held="" if self.donor is None else self.header_of(self.donor).digest,
-            late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
+            late_s=tuple(round(time_s - min(self.heard_s.values()), 3) for time_s in heard_s),
         )
 
 
@@ -248,23 +252,23 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
         for member in members
         if any(headers[member * size + position].taking_over for position in range(size))
     }
-    there = [member for member in members if member not in absent]
+    holders = [member for member in members if member not in absent]  # of the state
     verdicts = [
         judge(
-            {member: headers[member * size + position] for member in there},
+            {member: headers[member * size + position] for member in holders},
             members=members,
-            min_contributors=max(1, len(there)),
+            min_contributors=max(1, len(holders)),
             absent=absent,
         )
         for position in range(size)
     ]
     diverged = tuple(sorted({replica for verdict in verdicts for replica in verdict.diverged}))
     if diverged:
-        worst = next(verdict for verdict in verdicts if verdict.diverged)
-        donors = [verdict.donor for verdict in verdicts if verdict.diverged and verdict.donor not in diverged]
-        return replace(worst, diverged=diverged, donor=donors[0] if donors else worst.donor)
-    worst = min(verdicts, key=lambda verdict: len(verdict.contributors))  # one that is void, if any is
-    return replace(worst, refused=tuple(sorted({replica for verdict in verdicts for replica in verdict.refused})))
+        disagreeing = [verdict for verdict in verdicts if verdict.diverged]
+        donors = [verdict.donor for verdict in disagreeing if verdict.donor not in diverged]
+        return replace(disagreeing[0], diverged=diverged, donor=donors[0] if donors else disagreeing[0].donor)
+    fewest = min(verdicts, key=lambda verdict: len(verdict.contributors))  # one that is void, if any is
+    return replace(fewest, refused=tuple(sorted({replica for verdict in verdicts for replica in verdict.refused})))
 
 
 # Votes.
@@ -291,11 +295,12 @@ def tally(
     ((None, 'rank 1 holds a different average than rank 0'), (False, 'it is late'))
     """
     others = [voter for voter in sorted(voters) if voter != me]
-    noes = [voter for voter in others if voter in votes and not votes[voter].ok]
-    against = {voter: votes[voter].reason or f"rank {voter} votes against it" for voter in noes}
+    opponents = [voter for voter in others if voter in votes and not votes[voter].ok]
+    against = {voter: votes[voter].reason or f"rank {voter} votes against it" for voter in opponents}
     mine = votes.get(me)
-    if mine is None or not mine.ok:
-        against = against if mine is None else {me: mine.reason}
+    if mine is not None and not mine.ok:
+        return False, mine.reason
+    if mine is None:
         return (False, next(iter(against.values()))) if against else (None, "")
     firsts: dict[int, int] = {}
     for voter in (me, *others):
@@ -304,5 +309,5 @@ def tally(
             if votes[first].digest != votes[voter].digest:
                 against[voter] = f"rank {voter} holds a different average than rank {first}"
     if not against:
-        return True if all(voter in votes for voter in others) else None, ""
-    return False if len(against) == len(others) else None, against[min(against)]
+        return (True if all(voter in votes for voter in others) else None), ""
+    return (False if len(against) == len(others) else None), against[min(against)]

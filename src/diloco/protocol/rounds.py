@@ -29,7 +29,7 @@ _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
 class Rounds:
-    """The rounds of the current view, and this rank's contributions, which wait while no view is active."""
+    """The rounds of the current view, and this rank's contributions, which wait until a view is active."""
 
     MOST_EARLY = 4096  # that one rank may contribute to before this one has begun them: more than a view can have
 
@@ -70,7 +70,7 @@ class Rounds:
         ``carried`` are those to undecided rounds of the previous view; others have decided earlier rounds ``void``.
         """
         if self.failure is None:
-            self._spoilt = {each: self._spoilt.get(each, deque(maxlen=_RECENT_ROUNDS)) for each in view.members}
+            self._spoilt = {member: self._spoilt.get(member, deque(maxlen=_RECENT_ROUNDS)) for member in view.members}
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._rounds, self._last = {}, {}
             self._commits, self._void = {}, void
@@ -111,25 +111,25 @@ class Rounds:
     def _begin(self, submitted: Submitted) -> None:
         assert self.view is not None
         fragment, outer_step = submitted.header.round
-        each = self._round(submitted.header.round)
+        round_ = self._round(submitted.header.round)
         self._forget_before(fragment, outer_step)
         self._last[fragment] = max(self._last.get(fragment, 0), outer_step)
         self._newest = max(self._newest, outer_step)
         taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
-        each.begin(submitted, taking_over=taking_over)
-        if each.id in self._void and each.committed is None:  # others decided so before this view began
-            self._decide(each, False, _VOTED_AGAINST)
+        round_.begin(submitted, taking_over=taking_over)
+        if round_.id in self._void and round_.committed is None:  # others decided so before this view began
+            self._decide(round_, False, _VOTED_AGAINST)
             return
-        self._broadcast(each.introduce())
-        if each.committed is not None:  # void, by the votes of others
-            self._cast(each, reason=each.reason)
-            self._judge(each)
-            self._conclude(each)
+        self._broadcast(round_.introduce())
+        if round_.committed is not None:  # void, by the votes of others
+            self._cast(round_, reason=round_.reason)
+            self._judge(round_)
+            self._conclude(round_)
             return
-        each.begin_exchange()
-        self._outbox.effects.exchanges.append((self.view, each.id))
-        self._look_at(each)
-        self._judge(each)
+        round_.begin_exchange()
+        self._outbox.effects.exchanges.append((self.view, round_.id))
+        self._look_at(round_)
+        self._judge(round_)
 
     # The end of a view.
 
@@ -139,13 +139,13 @@ class Rounds:
         self._frozen_s = min(self._frozen_s, self._outbox.now_s)
         self.frozen = True
         rank = self._rules.rank
-        undecided = [each for each in self._rounds.values() if each.committed is None and rank in each.votes]
+        undecided = [round_ for round_ in self._rounds.values() if round_.committed is None and rank in round_.votes]
         return Report(
             rank,
             self.view.id,
             commits=self._commits,
-            void=self._void.union(each.id for each in undecided if each.disputed),
-            voted={each.id: each.votes[rank].digest for each in undecided},
+            void=self._void.union(round_.id for round_ in undecided if round_.disputed),
+            voted={round_.id: round_.votes[rank].digest for round_ in undecided},
         )
 
     def end(
@@ -162,23 +162,25 @@ class Rounds:
             This rank's contributions to these, in the order sent.
         """
         undecided: list[tuple[float, Submitted]] = []
-        for each in list(self._rounds.values()):
-            mine = each.votes.get(self._rules.rank)
-            if each.committed is not None:
+        for round_ in list(self._rounds.values()):
+            mine = round_.votes.get(self._rules.rank)
+            if round_.committed is not None:
                 pass
-            elif each.id in commits and mine is not None and mine.ok:
-                self._decide(each, True, "")
-            elif each.id in commits and each.begun is not None:
-                self._decide(each, False, _NOT_VOTED)
+            elif round_.id in commits and mine is not None and mine.ok:
+                self._decide(round_, True, "")
+            elif round_.id in commits and round_.begun is not None:
+                self._decide(round_, False, _NOT_VOTED)
             elif failure is not None or not carried:
-                changed = ViewChangedError(reason, round=str(each.id))
-                raised = failure if self._rules.raises(each.id) else None
-                self._decide(each, False, reason, raised or changed)
-            elif each.begun is not None:
-                undecided.append((each.begun.sent_s, each.renewed(each.begun, self._outbox.now_s, self._frozen_s)))
-            if each.verdict is None:  # so that the exchange does not wait for the verdict
-                self._give_verdict(each, Verdict((), reason))
-        return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
+                changed = ViewChangedError(reason, round=str(round_.id))
+                raised = failure if self._rules.raises(round_.id) else None
+                self._decide(round_, False, reason, raised or changed)
+            elif round_.begun is not None:
+                undecided.append(
+                    (round_.begun.sent_s, round_.renewed(round_.begun, self._outbox.now_s, self._frozen_s))
+                )
+            if round_.verdict is None:  # so that the exchange does not wait for the verdict
+                self._give_verdict(round_, Verdict((), reason))
+        return [submitted for _, submitted in sorted(undecided, key=lambda pair: pair[0])]
 
     # Messages of members.
 
@@ -192,7 +194,7 @@ class Rounds:
 
     def _are_too_many_early(self, sender: int) -> bool:
         most = self.MOST_EARLY  # counted only when there can be so many, since each header comes by here
-        early = (sender in each.headers and not each.was_begun for each in self._rounds.values())
+        early = (sender in round_.headers and not round_.was_begun for round_ in self._rounds.values())
         return len(self._rounds) >= most and sum(early) >= most
 
     def receive_header(self, sender: int, header: Header) -> None:
@@ -200,21 +202,21 @@ class Rounds:
         is_old = known is None and header.round.outer_step + 1 < self._last.get(header.round.fragment, 0)
         # the first header of a sender stands; the exchange may still be waiting for this one
         if sender in self._ranks and not is_old and (known is None or sender not in known.headers):
-            each = self._round(header.round)
-            each.hear(sender, header, self._outbox.now_s)
-            self._judge(each)
+            round_ = self._round(header.round)
+            round_.hear(sender, header, self._outbox.now_s)
+            self._judge(round_)
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """Process a member's vote on a round to which it has contributed."""
-        each = self._rounds.get(vote.round)
-        if each is not None and sender in each.headers and each.committed is None:
-            self._count(each, sender, vote)
+        round_ = self._rounds.get(vote.round)
+        if round_ is not None and sender in round_.headers and round_.committed is None:
+            self._count(round_, sender, vote)
 
     # What others ask about rounds.
 
     def others_have_contributed(self) -> bool:
         """Return whether another rank has contributed to a round to which this one has not."""
-        return any(each.headers and not each.was_begun for each in self._rounds.values())
+        return any(round_.headers and not round_.was_begun for round_ in self._rounds.values())
 
     def suspects(self) -> frozenset[int]:
         """Return the replicas that others may accuse of being late, or of spoiling rounds.
@@ -222,25 +224,25 @@ class Rounds:
         This rank has awaited a contribution, or a vote, for half of the looks after which it is late; or so many rounds
         are spoilt that others, which may be a round ahead, know of `MOST_SPOILT`.
         """
-        spoilers = {each for each, rounds in self._spoilt.items() if sum(rounds) >= MOST_SPOILT - 1}
-        return frozenset(spoilers).union(*(each.suspects for each in self._rounds.values()))
+        spoilers = {member for member, rounds in self._spoilt.items() if sum(rounds) >= MOST_SPOILT - 1}
+        return frozenset(spoilers).union(*(round_.suspects for round_ in self._rounds.values()))
 
     # Payloads and timers.
 
     def compute(self, computed: Computed) -> None:
-        """Vote for a round of which this rank holds the mean."""
-        if each := self._find(computed.view_id, computed.round):
-            self._cast(each, computed.digest)
+        """Vote for a round, as this rank holds its mean."""
+        if round_ := self._find(computed.view_id, computed.round):
+            self._cast(round_, computed.digest)
 
     def end_exchange(self, ended: Exchanged) -> None:
         """Record the end of the exchange of a round's payloads."""
-        if (each := self._find(ended.view_id, ended.round)) is None:
+        if (round_ := self._find(ended.view_id, ended.round)) is None:
             return
-        if ended.failure and not ended.peer_lost and each.committed is None:
-            self._cast(each, reason=ended.failure)
+        if ended.failure and not ended.peer_lost and round_.committed is None:
+            self._cast(round_, reason=ended.failure)
         if ended.spoiler is not None:
             self._note_spoilers({ended.spoiler}, ended.failure)
-        each.end_exchange()
+        round_.end_exchange()
 
     def look(self, round_id: RoundId) -> None:
         """Vote against a round that takes too long, and exclude the replicas that have kept it waiting for too long.
@@ -249,108 +251,114 @@ class Rounds:
         by then, and a rank that has no mean within that time of its contribution votes against the round. Such replicas
         are excluded even if the others can't continue without them.
         """
-        each, limit_s = self._rounds[round_id], self._rules.round_timeout_s
+        round_, limit_s = self._rounds[round_id], self._rules.round_timeout_s
         if self.frozen:
             return
-        has_voted = self._rules.rank in each.votes
-        if not has_voted and self._outbox.now_s >= each.due_s:
-            what = f"no contribution from {names_of(each.missing)}" if each.missing else "not all payloads"
-            self._cast(each, reason=f"replica {self._rules.replica} received {what} within {limit_s:g} s")
+        has_voted = self._rules.rank in round_.votes
+        if not has_voted and self._outbox.now_s >= round_.due_s:
+            what = f"no contribution from {names_of(round_.missing)}" if round_.missing else "not all payloads"
+            self._cast(round_, reason=f"replica {self._rules.replica} received {what} within {limit_s:g} s")
             return
-        late = self._look_at(each)
+        late = self._look_at(round_)
         if has_voted:
             assert self.view is not None
             # if the others can't continue without them, the view change shows whether they have committed the round
             if refusal(self.view, late, self._rules):
-                each.dispute()
-            why = f"{'have' if len(late) > 1 else 'has'} not voted on {each.id}"
+                round_.dispute()
+            why = f"{'have' if len(late) > 1 else 'has'} not voted on {round_.id}"
         else:
-            why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
+            why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {round_.id} arrived"
         if late:
-            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", "late", late, anyway=has_voted)
+            self._fail(f"{names_of(late)} {why} within {round_.late_s:g} s", "late", late, anyway=has_voted)
 
-    def _look_at(self, each: Round) -> frozenset[int]:
+    def _look_at(self, round_: Round) -> frozenset[int]:
         """Look at a round, now and when it is due or the next look is; return the replicas that are late."""
-        self._outbox.effects.timers[each.id] = each.next_look_s(self._outbox.now_s)
-        return each.late()
+        self._outbox.effects.timers[round_.id] = round_.next_look_s(self._outbox.now_s)
+        return round_.late()
 
     # From headers to an outcome.
 
-    def _judge(self, each: Round) -> None:
+    def _judge(self, round_: Round) -> None:
         """Decide whose contributions are summed, once all headers have been received."""
-        if self.frozen or each.begun is None or each.verdict is not None or len(each.headers) < len(self._ranks):
+        if self.frozen or round_.begun is None or round_.verdict is not None or len(round_.headers) < len(self._ranks):
             return
-        verdict = each.judge()
-        if each.taking_over and each.donor is None:  # this rank's state is the majority's
-            self._has_state_of.add(each.id.fragment)
-        self._give_verdict(each, verdict)
+        verdict = round_.judge()
+        if round_.taking_over and round_.donor is None:  # this rank's state is the majority's
+            self._has_state_of.add(round_.id.fragment)
+        self._give_verdict(round_, verdict)
         if verdict.void:
-            self._cast(each, reason=verdict.reason, diverged=verdict.diverged)
-        for sender, vote in each.premature.items():
-            self._count(each, sender, vote)
+            self._cast(round_, reason=verdict.reason, diverged=verdict.diverged)
+        for sender, vote in round_.premature.items():
+            self._count(round_, sender, vote)
         self._note_spoilers(verdict.refused, verdict.reason)
 
     def _note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
         """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
         for member, rounds in self._spoilt.items():
             rounds.append(member in spoilers)
-        counts = {each: sum(self._spoilt.get(each, ())) for each in {*spoilers} - {self._rules.replica}}
-        if too_often := frozenset(each for each, count in counts.items() if count and count % MOST_SPOILT == 0):
+        counts = {member: sum(self._spoilt.get(member, ())) for member in {*spoilers} - {self._rules.replica}}
+        if too_often := frozenset(member for member, count in counts.items() if count and count % MOST_SPOILT == 0):
             has = "have" if len(too_often) > 1 else "has"
             why = f"{names_of(too_often)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
             self._fail(why, "fault", too_often)
 
-    def _give_verdict(self, each: Round, verdict: Verdict) -> None:
-        if (given := each.give(verdict)) is not None:
+    def _give_verdict(self, round_: Round, verdict: Verdict) -> None:
+        if (given := round_.give(verdict)) is not None:
             self._outbox.effects.verdicts.append(given)
 
-    def _cast(self, each: Round, digest: str = "", *, reason: str = "", diverged: tuple[int, ...] = ()) -> None:
+    def _cast(self, round_: Round, digest: str = "", *, reason: str = "", diverged: tuple[int, ...] = ()) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
-        if self.frozen or each.begun is None or self._rules.rank in each.votes:
+        if self.frozen or round_.begun is None or self._rules.rank in round_.votes:
             return
         assert self.view is not None
-        vote = RoundVote(self.view.id, each.id, digest, reason, diverged)
+        vote = RoundVote(self.view.id, round_.id, digest, reason, diverged)
         self._broadcast(vote)
-        if each.committed is not None:
-            each.count(self._rules.rank, vote)
+        if round_.committed is not None:
+            round_.count(self._rules.rank, vote)
             return
-        self._count(each, self._rules.rank, vote)
-        if each.committed is None:
-            each.await_votes(self._outbox.now_s)
-            self._look_at(each)
+        self._count(round_, self._rules.rank, vote)
+        if round_.committed is None:
+            round_.await_votes(self._outbox.now_s)
+            self._look_at(round_)
 
-    def _count(self, each: Round, sender: int, vote: RoundVote) -> None:
+    def _count(self, round_: Round, sender: int, vote: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
-        if self.frozen or each.committed is not None or sender in each.votes:
+        if self.frozen or round_.committed is not None or sender in round_.votes:
             return
-        committed, reason = each.count(sender, vote)
-        if committed is False and self._rules.rank not in each.votes:
+        committed, reason = round_.count(sender, vote)
+        if committed is False and self._rules.rank not in round_.votes:
             # a replica named as diverged must wait for the headers with this vote as well
-            self._cast(each, reason=reason, diverged=vote.diverged)
-        if committed is not None and each.committed is None:
-            self._decide(each, committed, reason)
-        if committed is None and reason and each.dispute():
-            self._fail(f"{each.id} is disputed: {reason}", "other")
+            self._cast(round_, reason=reason, diverged=vote.diverged)
+        if committed is not None and round_.committed is None:
+            self._decide(round_, committed, reason)
+        if committed is None and reason and round_.dispute():
+            self._fail(f"{round_.id} is disputed: {reason}", "other")
 
-    def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
-        """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
-        each.decide(reason, committed=committed)
-        if each.begun is not None:
-            self._outbox.effects.timers[each.id] = None
-        fragment, outer_step = each.id
+    def _decide(self, round_: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
+        """Commit a round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
+        round_.decide(reason, committed=committed)
+        if round_.begun is not None:
+            self._outbox.effects.timers[round_.id] = None
+        fragment, outer_step = round_.id
         if committed:
-            recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
-            self._commits = {**recent, each.id: each.votes[self._rules.rank].digest}
+            recent = {
+                known: digest
+                for known, digest in self._commits.items()
+                if known.fragment != fragment or known.outer_step >= outer_step - 1
+            }
+            self._commits = {**recent, round_.id: round_.votes[self._rules.rank].digest}
             # all members have contributed to this round, so none asks about earlier ones
-            self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
+            self._void = frozenset(
+                void for void in self._void if void.fragment != fragment or void.outer_step > outer_step
+            )
         else:
-            newest = sorted(key for key in self._void | {each.id} if key[0] == fragment)[-_MOST_VOID:]
-            self._void = frozenset(key for key in self._void if key[0] != fragment).union(newest)
-        if each.begun is not None:
-            self._conclude(each, failure)
+            newest = sorted(void for void in self._void | {round_.id} if void.fragment == fragment)[-_MOST_VOID:]
+            self._void = frozenset(void for void in self._void if void.fragment != fragment).union(newest)
+        if round_.begun is not None:
+            self._conclude(round_, failure)
 
-    def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        self._outbox.effects.outcomes.append((each.id, each.conclude(instead)))
+    def _conclude(self, round_: Round, instead: TransportError | None = None) -> None:
+        self._outbox.effects.outcomes.append((round_.id, round_.conclude(instead)))
 
     # The table of rounds.
 
@@ -363,16 +371,15 @@ class Rounds:
 
     def _forget_before(self, fragment: int, outer_step: int) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""
-        self._rounds = {
-            round_id: old
-            for round_id, old in self._rounds.items()
-            if round_id.fragment != fragment
-            or round_id.outer_step >= outer_step - 1
-            or (old.was_begun and (not old.concluded or old.exchanging))
-        }
+
+        def is_needed(old: Round) -> bool:
+            is_recent = old.id.fragment != fragment or old.id.outer_step >= outer_step - 1
+            return is_recent or (old.was_begun and (not old.concluded or old.exchanging))
+
+        self._rounds = {round_id: old for round_id, old in self._rounds.items() if is_needed(old)}
 
     def _fail(self, why: str, cause: Cause, late: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
-        """Have the view end without those that are ``late``, or as a round is disputed; ``anyway``: whoever is left."""
+        """Have the view end; see `RoundFailed`."""
         assert self.view is not None
         self._outbox.queue.append(RoundFailed(self.view.id, why, cause, late, anyway))
 

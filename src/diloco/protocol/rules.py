@@ -27,13 +27,13 @@ class Rules(Policy):
     the time after which a contribution is late.
     """
 
-    LOOKS: ClassVar[int] = 4  # late is what is awaited from one look to the last of this many after it
+    LOOKS: ClassVar[int] = 4  # what is awaited at one look, and still at the last of this many after it, is late
 
     rank: int = 0  # of this process; -1 for one that isn't a replica, such as a launcher
     ranks_per_replica: _Count = 1  # S
     heartbeat_s: _Time = 2.0  # the interval between two heartbeats
     # a rank counts as lost if nothing is received from it for this long, or no answer in a view change for half of it;
-    # a ballot takes at most twice as long
+    # a ballot takes at most twice as long, and longer only after every member has been the proposer
     silence_s: _Time = 15.0
     # a replica counts as late if it has not contributed to a round this long after this rank; None: never
     late_s: Annotated[float | None, Meta(gt=0)] = None
@@ -63,14 +63,14 @@ class Rules(Policy):
                 f"late_s={self.late_s} must be at least twice silence_s={self.silence_s}, or a replica that is silent "
                 "could count as late before it counts as lost."
             )
-        if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
+        if not isinstance(self.facts, Mapping) or not all(isinstance(text, str) for text in chain(*self.facts.items())):
             raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
         check_facts(self.facts)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
         """Return the rules given by name; raise `ConfigurationError`, with the nearest name, for an unknown one."""
-        known = [each.name for each in dataclasses.fields(cls) if each.name not in ("rank", "ranks_per_replica")]
+        known = [field.name for field in dataclasses.fields(cls) if field.name not in ("rank", "ranks_per_replica")]
         for name in fields:
             if name not in known:
                 raise ConfigurationError(f"There is no argument {name!r}; {nearest(name, known)}")

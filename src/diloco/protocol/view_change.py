@@ -8,8 +8,8 @@ other one, in both directions. Members may end, freeze or hear nothing, but they
 
 A rank that hears too few members to decide waits, for as long as it takes, and goes on when enough are back.
 
-Why at most one value is chosen for a view. Each rule has a network in tests/protocol/test_view_rules.py, named in
-brackets, in which leaving it out makes two, or a test:
+Why at most one value is chosen for a view. In brackets is a test of each rule, or the network of
+tests/protocol/test_view_rules.py in which two values are chosen without it:
 
 1. A report is a promise: whoever has reported a ballot accepts nothing of an earlier one [`late_proposal`].
 2. A fresh value is chosen once all that it lets stay have accepted it; they may decide [`proposer_is_cut_off`].
@@ -18,20 +18,20 @@ brackets, in which leaving it out makes two, or a test:
    of a split network go on with half of the view or less (`refusal`) [test_two_sides_never_both_go_on_...].
 5. So of the reports of its ballot a proposer sees each value that may have been chosen, and proposes the newest of
    these again, and a fresh value only if there is none [`proposer_is_cut_off`].
-6. Who was apart may have decided with others before it ended, so it is never gone [`ended_after_silence`], unless it
-   reports on this view once more [test_who_was_apart_and_ends_before_it_reports_again_may_have_decided]. Its new
-   process shows that it has ended, as long as it is here and asks to join: it may become a member elsewhere
-   [test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing].
+6. A member that was apart may have decided with others before it ended, so it is never gone [`ended_after_silence`],
+   unless it reports on this view once more [test_who_was_apart_and_ends_before_it_reports_again_may_have_decided]. A
+   new process of it shows that it has ended, but only while that is connected and asks to join, as it may become a
+   member elsewhere [test_a_process_that_was_started_again_and_goes_elsewhere_shows_nothing].
 7. Nobody joins soon after a member was lost by silence, as it may go on once all others end [`joined_after_silence`].
-8. What a member says that it has adopted was chosen, so whoever hears of it adopts it, too. Leaving this out costs
-   time only, as the value is proposed again [test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how].
+8. What a member has adopted was chosen, so whoever hears of it adopts it, too. Leaving this out costs time only, as the
+   value is proposed again [test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how].
 
-Why a change ends, or waits at rest: who has reported nothing by the end of a ballot is apart, and as a new connection
-begins the ballot anew, a rank that waits makes one only to who has reported on this view. A process that was let in
-reports nothing until it has a welcome, which is sent again on a new connection
-[test_who_is_let_in_and_does_not_hear_of_it_...]. Who waits, and hears of a later view from a member, reports to it once
-more [test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own]. Where members wait for others, anybody may
-join [test_members_that_are_too_few_go_on_with_new_ones].
+Why a change ends, or waits at rest: a rank that has reported nothing by the end of a ballot is apart. A new connection
+begins the ballot anew, so a rank that waits replaces an open one only if the other end has reported on this view. A
+process that was let in reports nothing until it has a welcome, which is sent again on a new connection
+[test_who_is_let_in_and_does_not_hear_of_it_...]. A rank that waits, and hears of a later view from a member, reports to
+that once more [test_who_waits_and_hears_of_a_later_view_asks_what_has_ended_its_own]. Where members wait for others,
+anybody may join [test_members_that_are_too_few_go_on_with_new_ones].
 """
 
 from __future__ import annotations
@@ -52,17 +52,19 @@ MOST_JOINERS = 32  # the most replicas that one member lets join by a change
 MOST_AHEAD = 4096  # no rank can be as many ballots ahead as this
 _TURN = 2.0  # times `silence_s`: the time of a ballot; it grows by itself with every round of proposers
 _TICKS = 12  # how often per turn a rank looks at the clock
-_MOST_TURNS = 10  # a rank stops after so much time without a next view
+_MOST_TURNS = 10  # where all stop when one is lost, a rank stops after so many without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
-# Parts of a turn. A ballot succeeds if its proposer lives and no message takes longer than `_DELAY`: others begin it so
-# much earlier or later, the proposer has their reports by `_UNREPORTED`, and its proposal and what each accepts have
-# arrived before anybody gives it up.
+# Parts of a turn. A ballot succeeds if its proposer lives and no message takes longer than `_DELAY`: the others begin
+# at most that much earlier or later, the proposer has their reports by `_UNREPORTED`, and its proposal and their
+# acceptances have arrived before anybody gives it up.
 _DELAY = 1 / 8
-_SAME_JOINERS = 1 / _TICKS  # so long a proposer waits until all that report admit the same replicas
+_SAME_JOINERS = 1 / _TICKS  # how long a proposer waits until all that report admit the same replicas
 _UNREPORTED = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
 _NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
-_REUNION = 7 / 12  # once one is back for whom a proposer has waited, it waits so long for all others that live
-REDIAL = _REUNION * _TURN  # times `silence_s`: within so long who waits dials each lost member again, and reaches it
+_REUNION = 7 / 12  # how long a proposer waits for other lost members, once the first one is back
+REDIAL = (
+    _REUNION * _TURN
+)  # times `silence_s`: by then a rank that waits has dialled, and reached, each member that runs
 assert 2 * _DELAY <= _UNREPORTED
 assert _SAME_JOINERS < _UNREPORTED
 assert _UNREPORTED + 3 * _DELAY <= _NOT_HEARD < 1
@@ -90,7 +92,7 @@ class ViewChange:
         self._unsent = True  # whether others lack what this rank has to report
         self.waiting = ""  # why no set of members that this rank hears may decide; "": one may
         # ranks of members that were apart and have reported nothing since: they may have decided without this rank, so
-        # that they never count as gone
+        # they never count as gone
         self._were_apart: set[int] = set()
         self.reporting: set[int] = set()  # ranks that have reported on this view, so they know that they are members
         self._reports = Reports()
@@ -126,7 +128,7 @@ class ViewChange:
         return self._reports.union("joining")
 
     def tick(self) -> None:
-        """Look at the clock, also again after a part of a turn."""
+        """Look at the clock, now and again after a part of a turn."""
         self._outbox.effects.timers[None] = _TURN * self._rules.silence_s / _TICKS
         self._ticked, self._failures = True, 0
 
@@ -144,16 +146,17 @@ class ViewChange:
     ) -> None:
         """Add what this rank has observed: replicas as in a `Report`, and members whose new processes ask to join."""
         members = frozenset(self.view.members)
-        undecided = {self._rules.replica_of(rank) for rank in self._were_apart}
+        were_apart = {self._rules.replica_of(rank) for rank in self._were_apart}
         newcomers, mine = frozenset(joining) - members, self.mine
-        for newcomer in mine.lost - members if newcomers and self.waiting else ():
-            mine = mine.without(newcomer)  # it has come again, or others come in its place
+        if self.waiting and newcomers:
+            for lost in mine.lost - members:  # it has come again, or others come in its place
+                mine = mine.without(lost)
         joining = mine.joining | newcomers
         mine = replace(mine, joining=joining).extended(
             (members | joining) - {self._rules.replica},
-            apart={*apart, *undecided.intersection((*gone, *left))},
-            gone=frozenset(gone) - undecided,
-            left=frozenset(left) - undecided,
+            apart={*apart, *were_apart.intersection((*gone, *left))},
+            gone=frozenset(gone) - were_apart,
+            left=frozenset(left) - were_apart,
             late=late,
             restarted=restarted,
         )
@@ -162,11 +165,11 @@ class ViewChange:
             self.mine, self._unsent, self.waiting = mine, True, ""
 
     def tell(self, rank: int) -> None:
-        """Send the report to a rank that has connected; if it has adopted what follows, it says so."""
+        """Send the report to a rank, which answers what it has adopted if the view has ended there."""
         self._outbox.send([rank], Change(self.mine, self.why, self.cause))
 
     def meet_again(self, replica: int) -> None:
-        """Note that a member is connected again: the same process, which has adopted nothing unless it says so."""
+        """Note that a member's process is connected again, which has adopted nothing unless it says so."""
         if self.waiting:
             self._reunion_s = self._outbox.now_s
         self.mine, self._unsent, self.waiting = self.mine.without(replica), True, ""
@@ -178,7 +181,7 @@ class ViewChange:
             self._promise(self.mine.ballot + 1)
 
     def _forget_restarted(self) -> None:
-        """Take back that a member has ended whose new process is not connected any more: it may be elsewhere."""
+        """Count members as apart, not gone, whose new process is no longer connected: it may be a member elsewhere."""
         restarted = self.mine.joining.intersection(self.view.members)
         for replica in restarted - self._roster.replaced(restarted):
             self.mine = self.mine.without(replica)
@@ -195,10 +198,11 @@ class ViewChange:
         if report.ballot > self.mine.ballot:
             self._promise(report.ballot)
         # accusations by others that this rank's own observation supports
-        late = report.late - self.mine.late
-        late = late and late & self._rounds.suspects()
-        if late or self._rules.replica in report.lost:
-            self.extend(late=late, apart={replica} if self._rules.replica in report.lost else ())
+        late, is_lost_there = report.late - self.mine.late, self._rules.replica in report.lost
+        if late:
+            late &= self._rounds.suspects()
+        if late or is_lost_there:
+            self.extend(late=late, apart={replica} if is_lost_there else ())
 
     def receive(self, sender: int, message: Propose | Accept) -> None:
         """Receive what is proposed or accepted in a ballot, by a rank that has reported the ballot before."""
@@ -217,18 +221,18 @@ class ViewChange:
     # What follows from that.
 
     def evaluate(self) -> NextView | str | None:
-        """Report, propose and accept what is due. Return what to adopt, or None while it is open.
+        """Report, propose and accept what is due. Return what to adopt, or None while that is open.
 
-        If no set of members that this rank hears may decide, it waits, and says why in `waiting`. Where all stop when
-        one is lost, return why instead.
+        If no set of members that this rank hears may decide, it waits, and says why in `waiting`; where all stop when
+        one is lost, it returns why instead.
         """
         self._forget_restarted()
         while True:
             before = self.mine
             if not self.waiting:  # else no ballot can choose anything
                 self._give_up_on_silent()
-                # each proposer fails once between two looks at the clock: where members hear few of the others, each
-                # ballot would fail at once, for ever
+                # between two looks at the clock each proposer may fail once: where members hear few of the others,
+                # every ballot would fail at once, for ever
                 if self._failures < len(self.view.order) and (why := self._failure()):
                     self._why_failed, self._failures = why, self._failures + 1
                     self._promise(self.mine.ballot + 1)
@@ -240,8 +244,8 @@ class ViewChange:
             self._propose()
             self._accept()
             if (following := self._chosen()) is not None:
-                told = self._accepts if self._proposal and not self._proposal.again else ()  # and adopt it themselves
-                self._send(Adopted(following), but=told)
+                is_fresh = self._proposal is not None and not self._proposal.again
+                self._send(Adopted(following), but=self._accepts if is_fresh else ())  # these adopt it themselves
                 return following
             if self.mine is before:
                 return None
@@ -300,9 +304,9 @@ class ViewChange:
         return staying if self._rules.replica in staying else ()
 
     def _give_up_on_silent(self) -> None:
-        """Call those apart that hold up a ballot, once its time is over.
+        """Count members as apart that hold up a ballot, once its time is over.
 
-        These have reported nothing so far, or don't accept a proposal that this rank has accepted.
+        They have reported nothing so far, or don't accept a proposal that this rank has accepted.
         """
         if self._waited_s >= self._turn_s:
             silent, accepted = self._unreported(self._reports.last), self.mine.accepted
@@ -313,7 +317,7 @@ class ViewChange:
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears report these as lost."""
         last = self._reports.last
-        heard = [each for each in self._ranks if self._hears(self._rules.replica_of(each))]
+        heard = [rank for rank in self._ranks if self._hears(self._rules.replica_of(rank))]
         return all(rank in last and last[rank].lost.issuperset(replicas) for rank in heard)
 
     # Reports.
@@ -322,11 +326,14 @@ class ViewChange:
         return replica == self._rules.replica or (replica not in self.mine.lost and self._roster.reaches(replica))
 
     def _gone(self) -> frozenset[int]:
-        """Return the members that have ended, as those say that this rank hears, unless it knows better."""
-        told = {each for each in self._reports.union("gone", "left") - self.mine.gone if not self._hears(each)}
-        reports = self._reports.last.items() if told else ()
-        heard = [each for rank, each in reports if self._hears(self._rules.replica_of(rank))]
-        return self.mine.gone.union(each for each in told if any(each in report.gone for report in heard))
+        """Return the members that have ended, as far as this rank, or one that it hears, knows.
+
+        A member that this rank hears has not ended, whatever others report.
+        """
+        reported = {each for each in self._reports.union("gone", "left") - self.mine.gone if not self._hears(each)}
+        reports = self._reports.last.items() if reported else ()
+        heard = [report for rank, report in reports if self._hears(self._rules.replica_of(rank))]
+        return self.mine.gone.union(each for each in reported if any(each in report.gone for report in heard))
 
     def _report(self) -> None:
         if self._unsent:
@@ -337,22 +344,26 @@ class ViewChange:
 
     def _send(self, message: Change | Propose | Accept | Adopted, but: Collection[int] = ()) -> None:
         """Send a message to all other ranks of the view that may be running."""
-        there = self._rules.ranks(each for each in self.view.members if each not in self.mine.gone)
-        self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
+        ranks = self._rules.ranks(member for member in self.view.members if member not in self.mine.gone)
+        self._outbox.send((rank for rank in ranks if rank != self._rules.rank and rank not in but), message)
 
     def _why_wait(self) -> str:
-        """Return why no set of members that this rank hears may decide, or "". All that it hears are to know the same.
+        """Return why no set of members that this rank hears may decide; "": one may, or it is too early to tell.
 
         Where all stop when one is lost, the change has a longest time, too.
         """
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
-        lost, ticked, self._ticked = self.mine.lost.intersection(members), self._ticked, False
-        joining = self._joining
-        if (stops := not self._rules.continue_without_lost) and waited_s >= _MOST_TURNS * turn_s:
+        lost, joining, stops = (
+            self.mine.lost.intersection(members),
+            self._joining,
+            not self._rules.continue_without_lost,
+        )
+        ticked, self._ticked = self._ticked, False
+        if stops and waited_s >= _MOST_TURNS * turn_s:
             last = f" (the last ballot failed: {self._why_failed})" if self._why_failed else ""
             return f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s{last}"
-        if lost and (refusal := self._refusal(lost, joining)) and self._roster.members_in_doubt() <= self.mine.lost:
-            return refusal if waited_s >= _UNREPORTED * turn_s or self._all_have_lost(lost) else ""
+        if lost and (why := self._refusal(lost, joining)) and self._roster.members_in_doubt() <= self.mine.lost:
+            return why if waited_s >= _UNREPORTED * turn_s or self._all_have_lost(lost) else ""
         if not ticked:  # the search takes long
             return self.waiting
         if self._unreported(self._reports.last):
@@ -360,9 +371,11 @@ class ViewChange:
         if self._reports.has_accepted and (stops or self._value_to_keep(self._current_reports()) is not None):
             return ""  # it may be adopted by members that don't all hear each other
         gone = self._gone()
-        # where all stop, whom this rank can't hear may hear others, but no more than that
-        there = [each for each in members if (each not in gone if stops else self._hears(each))]
-        staying = self._best(there)
+        if stops:  # members that this rank can't hear may still hear each other
+            candidates = [member for member in members if member not in gone]
+        else:
+            candidates = [member for member in members if self._hears(member)]
+        staying = self._best(candidates)
         reports = [report for rank, report in self._reports.last.items() if self._rules.replica_of(rank) in staying]
         here = [each.joining.difference(each.apart, each.gone.difference(members)) for each in reports]
         return self._refusal({*members}.difference(staying), joining.intersection(*here))  # see `next_view`
@@ -373,9 +386,10 @@ class ViewChange:
         return self.mine.joining.difference(self.mine.lost.difference(self.view.members))
 
     def _coming(self, proposal: Propose) -> Collection[int]:
-        """Return who joins with what is proposed, or right after it if it is from a ballot of which they were no part.
+        """Return the replicas that join with a proposal, or right after it.
 
-        Else who is left of a value that others have accepted before they ended could never adopt it.
+        With one of an earlier ballot these include all that ask to join now. Otherwise, where members that had accepted
+        it have ended, those that are left could never adopt it.
         """
         coming = proposal.following.coming
         return self._joining.union(coming) if proposal.again else coming
@@ -384,10 +398,10 @@ class ViewChange:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
         return refusal(self.view, lost, self._rules, gone=self._gone(), joining=joining)
 
-    def _best(self, there: Collection[int]) -> tuple[int, ...]:
-        """Return those of ``there`` that stay at best, as far as is known."""
+    def _best(self, candidates: Collection[int]) -> tuple[int, ...]:
+        """Return the largest set of ``candidates`` that may stay, as far as is known."""
         return staying_members(
-            self.view, self._reports.last.values(), there, self._rules.ranks_per_replica, self._rules
+            self.view, self._reports.last.values(), candidates, self._rules.ranks_per_replica, self._rules
         )
 
     def _unreported(self, reports: Mapping[int, Report]) -> set[int]:
@@ -417,27 +431,27 @@ class ViewChange:
         if (value := self._value_to_keep(reports)) is not None:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
-        broken = frozenset().union(*(report.lost for report in reports.values()))
-        if self._outbox.now_s - self._reunion_s < _REUNION * self._turn_s and any(
-            not each.apart.isdisjoint(view.members) for each in reports.values()
-        ):
+        is_reunion = self._outbox.now_s - self._reunion_s < _REUNION * self._turn_s
+        if is_reunion and any(not report.apart.isdisjoint(view.members) for report in reports.values()):
             return  # the others are about to be back, too
-        if not self._roster.members_in_doubt() <= self.mine.lost or (
-            len({report.joining - broken for report in reports.values()}) > 1
-            and self._waited_s < _SAME_JOINERS * self._turn_s
-        ):
+        if not self._roster.members_in_doubt() <= self.mine.lost:
+            return
+        lost = frozenset().union(*(report.lost for report in reports.values()))
+        admit_others = len({report.joining - lost for report in reports.values()}) > 1
+        if admit_others and self._waited_s < _SAME_JOINERS * self._turn_s:
             return
         if self._searched == self._reports.number:
             return
         self._searched, gone = self._reports.number, self._gone()
-        there = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
-        if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in gone])):
-            self._yielded = True  # a member that hears them proposes better
+        heard = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
+        running = [member for member in view.members if member not in gone]
+        if not self._yielded and not heard.issuperset(self._best(running)):
+            self._yielded = True  # a member that hears all of them proposes a better view
             self._promise(self.mine.ballot + 1)
             return
-        staying = self._best(there)
+        staying = self._best(heard)
         ranks = rules.ranks(staying)
-        following = next_view(view, [reports[rank] for rank in ranks], staying, rules, there) if ranks else None
+        following = next_view(view, [reports[rank] for rank in ranks], staying, rules, heard) if ranks else None
         if following is not None:
             self._set_proposal(Propose(self.mine.ballot, following))
 
@@ -446,27 +460,27 @@ class ViewChange:
         self._send(proposal)
 
     def _value_to_keep(self, reports: Mapping[int, Report]) -> NextView | None:
-        """Return the newest proposal that somebody may have adopted, as all that could tell otherwise have reported."""
+        """Return the newest proposal that somebody may have adopted, as far as these reports tell."""
         accepted = [report.accepted for report in reports.values() if report.accepted is not None]
-        accepted.sort(key=lambda each: each.ballot, reverse=True)
-        return next((each.following for each in accepted if self._may_be_chosen(each.following, reports)), None)
+        accepted.sort(key=lambda proposal: proposal.ballot, reverse=True)
+        values = (proposal.following for proposal in accepted)
+        return next((value for value in values if self._may_be_chosen(value, reports)), None)
 
     def _may_be_chosen(self, following: NextView, reports: Mapping[int, Report]) -> bool:
         """Return whether somebody may have adopted a proposal.
 
         Whoever has accepted it says so, unless it is lost. All that stay had to accept it; if it was proposed again, a
-        quorum of the old members.
+        quorum of the old members had to.
         """
         naming = {
             rank: report.accepted.again
             for rank, report in reports.items()
             if report.accepted is not None and report.accepted.following == following
         }
-        denying = {self._rules.replica_of(rank) for rank in reports if rank not in naming}
-        denying = {each for each in denying if self._hears(each)}
+        denying = {*filter(self._hears, {self._rules.replica_of(rank) for rank in reports if rank not in naming})}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        # who has chosen it may have counted any number that was about to join
+        # those that have adopted it may have counted any number of replicas that were about to join
         return not refusal(self.view, denying, self._rules, joining=range(self._rules.min_replicas))
 
     def _accept(self) -> None:
@@ -491,6 +505,6 @@ class ViewChange:
             return None
         following = proposal.following
         if proposal.again:
-            lost = {each for each in self.view.members if not self._accepts.issuperset(ranks_of((each,)))}
-            return None if self._refusal(lost, self._coming(proposal)) else following
+            missing = {each for each in self.view.members if not self._accepts.issuperset(ranks_of((each,)))}
+            return None if self._refusal(missing, self._coming(proposal)) else following
         return following if self._accepts.issuperset(ranks_of(following.staying)) else None

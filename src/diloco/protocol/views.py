@@ -35,12 +35,12 @@ class Views:
         self._rounds = rounds
         self._outbox = outbox
         # replica -> its ranks that have asked to join -> the ranks to which each of them is connected
-        self._asked: dict[int, dict[int, frozenset[int]]] = {}
+        self._requests: dict[int, dict[int, frozenset[int]]] = {}
         self.replaced = False  # whether the others have stopped this process because another one has its place
         self._gone_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected, self._why_ejected = frozenset[int](), ""  # replicas that are to be members no more
-        self._know: set[int] = set()  # the replicas that are known to know of it
-        # replicas that were left out and may be running -> until when nobody else joins, as they may continue
+        self._informed: set[int] = set()  # replicas that know of it, as they have said
+        # replicas that were left out and may be running -> until when nobody else joins, as they may go on
         self._apart_until: dict[int, float] = {}
         self.presumed_gone: set[int] = set()  # replicas that were left out because they seemed to have ended
 
@@ -120,8 +120,8 @@ class Views:
     def stop(self, why: str) -> None:
         """Take part in no more rounds for the reason ``why``, and hang up on all others."""
         me = self._rules.replica
-        words = f"{why} Replica {me} takes part in no more rounds; work not yet shared stays in its local parameters."
-        self.close(ReplicaLostError(words, replicas=[me]))
+        failure = f"{why} Replica {me} takes part in no more rounds; work not yet shared stays in its local parameters."
+        self.close(ReplicaLostError(failure, replicas=[me]))
         self._hang_up_on(self.others())
 
     def hang_up_on_others(self) -> None:
@@ -153,22 +153,22 @@ class Views:
             self._outbox.effects.timers[None] = None
 
     def lose(self, rank: int, why: str, cause: Cause) -> None:
-        """The reason is known for which the connection to a rank has ended; "ended": nothing listens there any more.
+        """Process that the reason is known for which the connection to a rank has ended.
 
-        Otherwise the process can't be asked, or nothing was received from it though it was connected. A router that has
-        lost its way answers for a process that runs, so where all stop it may be running. Where the others continue it
-        counts as ended, or of two sites one that is killed would stop the other; see `TcpDirectory`.
+        "ended": nothing listens there any more. A router that has lost its way may say so of a process that runs. So
+        where all stop, the process may be running; where the others continue, it counts as ended, or else, of two
+        sites, one that is killed would stop the other. See `TcpDirectory`.
         """
         gone = cause == "ended" and self._rules.continue_without_lost
         self._roster.in_doubt.discard(rank)
         replica = self._rules.replica_of(rank)
-        of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
-        self.drop(rank, f"{of_mine}replica {replica} is lost: {why}", cause, gone=gone)
+        rank_of = f"rank {rank} of " if replica == self._rules.replica else ""
+        self.drop(rank, f"{rank_of}replica {replica} is lost: {why}", cause, gone=gone)
 
-    def drop(self, rank: int, words: str, cause: Cause = "fault", *, gone: bool = False) -> None:
-        """Declare a rank lost for the reason in ``words``; ``gone``: its process is known to have ended."""
+    def drop(self, rank: int, why: str, cause: Cause = "fault", *, gone: bool = False) -> None:
+        """Declare a rank lost for the reason ``why``; ``gone``: its process is known to have ended."""
         replica = self._rules.replica_of(rank)
-        self._asked.pop(replica, None)
+        self._requests.pop(replica, None)
         if not self.is_member and replica != self._rules.replica:
             if gone:
                 self._gone_early.add(replica)
@@ -176,14 +176,14 @@ class Views:
         if replica not in self.joining.union(self.view.members) or self.failure is not None:
             return
         if replica == self._rules.replica:
-            self.stop(f"{words}.")
+            self.stop(f"{why}.")
         else:
             # report all current losses together: one of them alone may look like another replica's fault
             apart = {replica, *self._unconnected()}
-            self.end(words, cause, gone={replica} if gone else (), apart=apart - {replica} if gone else apart)
+            self.end(why, cause, gone={replica} if gone else (), apart=apart - {replica} if gone else apart)
 
     def meet_again(self, rank: int) -> None:
-        """Process that a member is connected again, which this rank may have lost. What was on its way is lost."""
+        """Process that a member's process is connected again. What was on its way over the old connection is lost."""
         replica = self._rules.replica_of(rank)
         change = self._begin_change(f"the connection to replica {replica} was interrupted", "interrupted")
         if change is None:
@@ -192,12 +192,12 @@ class Views:
             self._outbox.effects.welcomed.append(rank)
         if self._roster.reaches(replica):
             change.meet_again(replica)
-        else:  # another rank of it is missing
+        else:  # another rank of the replica is missing
             change.tell(rank)
         self._follow()
 
     def _unconnected(self) -> frozenset[int]:
-        """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
+        """Return the members that are not connected, but for those in doubt."""
         return self._roster.unconnected(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
 
     def handle_failure(self, failed: RoundFailed) -> None:
@@ -211,27 +211,27 @@ class Views:
             self.change.tick()
             self._follow()
             if self.waiting and self.change is not None:  # a new connection shows both ends that they hear each other
-                there = self._rules.ranks(filter(self._roster.reaches, self.missing))
-                self._hang_up_on(filter(self._roster.is_connected, self.change.reporting.intersection(there)))
+                reached = self._rules.ranks(filter(self._roster.reaches, self.missing))
+                self._hang_up_on(filter(self._roster.is_connected, self.change.reporting.intersection(reached)))
         else:
             self._go_on_without_ejected(at_once=True)
 
     def eject(self, ejected: Ejected) -> None:
-        """Accept no view with these replicas any more, and end this one once all others do so, or after a silence.
+        """Accept no view with these replicas any more, and end this one once all others know it, or after a silence.
 
-        If one ended its connections to them earlier, they could agree on the next view with those that don't know.
+        If a member ended it earlier, the replicas could agree on the next view with members that don't know.
         """
-        knows = set() if ejected.by is None else {self._rules.replica_of(ejected.by)}
+        informed = set() if ejected.by is None else {self._rules.replica_of(ejected.by)}
         if ejected.replicas != self._ejected:
-            self._ejected, self._why_ejected, self._know = ejected.replicas, ejected.why, knows
-        elif knows <= self._know:
-            return  # who repeats it would set the timer again and again
-        self._know |= knows
+            self._ejected, self._why_ejected, self._informed = ejected.replicas, ejected.why, informed
+        elif informed <= self._informed:
+            return  # a member that repeats it would set the timer again and again
+        self._informed |= informed
         self._go_on_without_ejected(at_once=self.change is not None)
 
     def _go_on_without_ejected(self, *, at_once: bool = False) -> None:
         if going := self._ejected.intersection(self.view.members):
-            if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
+            if at_once or self._informed.issuperset({*self.view.members} - going - {self._rules.replica}):
                 self.end(self._why_ejected, "ejected", apart=going)
             else:
                 self._outbox.effects.timers[None] = self._rules.silence_s
@@ -246,11 +246,11 @@ class Views:
         elif received.view != self.view.id:
             pass
         elif report.step > self._rounds.greatest_step:
-            words = f"but no member can be past step {self._rounds.greatest_step}"
-            self.drop(sender, f"replica {replica} reports step {report.step}, {words}")
+            limit = f"but no member can be past step {self._rounds.greatest_step}"
+            self.drop(sender, f"replica {replica} reports step {report.step}, {limit}")
         elif len(report.joining) > MOST_JOINERS:
-            words = f"replica {replica} reports that {len(report.joining)} replicas join"
-            self.drop(sender, f"{words}, more than one member admits")
+            claim = f"replica {replica} reports that {len(report.joining)} replicas join"
+            self.drop(sender, f"{claim}, more than one member admits")
         elif change := self._begin_change(received.why, received.cause):
             if report.ballot > change.mine.ballot + MOST_AHEAD:
                 self.drop(sender, f"replica {replica} reports ballot {report.ballot}, far ahead of the others")
@@ -260,7 +260,7 @@ class Views:
                 self._follow()
 
     def receive_ballot(self, sender: int, message: Propose | Accept) -> None:
-        """Process a member's proposal, or that it accepts one."""
+        """Process that a member proposes what follows, or accepts a proposal."""
         if self.change is not None:
             self.change.receive(sender, message)
             self._follow()
@@ -268,8 +268,7 @@ class Views:
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
-            # and announce it, in case this rank's connections end before the other rank's message arrives
-            self.leave()
+            self.leave()  # and tell the others, which may lose this rank before the other rank's message arrives
         else:
             self.end(f"replica {replica} left after step {leaving.step}", "left", left=frozenset({replica}))
 
@@ -281,7 +280,7 @@ class Views:
 
     def receive_parting(self, parting: Excluded) -> None:
         """Stop, as a member continues, or has stopped, without this process."""
-        self.replaced |= parting.view == GREATEST  # members that part for both reasons are heard in any order
+        self.replaced |= parting.view == GREATEST  # also if another member has parted for the other reason before
         self.exclude(parting.reason)
 
     def exclude(self, reason: str) -> None:
@@ -296,13 +295,16 @@ class Views:
 
         Args:
             rank: the rank that asks.
-            connected: the ranks to which it is connected. If a member is missing, or another joiner, the rank is asked
-                to try again.
+            connected: the ranks to which it is connected. If a member that this rank hears is missing, or another
+                joiner, the rank is asked to try again.
         """
         replica, members = self._rules.replica_of(rank), self.view.members
         joining = self.joining if self.change is None else self.change.still_joining
-        is_member = replica in members  # or rather was: this is another process
-        needed = {*self.heard} - {replica}
+        is_replacing = replica in members  # a new process of a member, which joins right after the next view
+        needed = {*self.heard} if is_replacing else {*self.heard} | joining
+        is_too_late = self.change is not None and not self.change.accepts_joiners
+        is_too_late = is_too_late and replica not in joining.union(members)
+        is_full = len(joining - {replica}) >= MOST_JOINERS
         if self._roster.is_connected(rank):
             if self.view is not self._first:
                 return  # it has joined already, by the request to another member
@@ -312,24 +314,18 @@ class Views:
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif self._is_guarded(replica):
             self._outbox.send([rank], _MAY_BE_RUNNING)
-        elif (
-            (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
-            or len(joining - {replica}) >= MOST_JOINERS
-            or not connected.issuperset(self._rules.ranks(needed if is_member else needed | joining - {replica}))
-        ):
+        elif is_too_late or is_full or not connected.issuperset(self._rules.ranks(needed - {replica})):
             self._outbox.send([rank], Refused(self.closed_to_joiners) if self.closed_to_joiners else self._later)
         else:
             self._gone_early.discard(replica)
-            asked = self._asked.setdefault(replica, {})
-            asked[rank] = connected
-            if self.closed_to_joiners and not (is_member and self.waiting):
+            requests = self._requests.setdefault(replica, {})
+            requests[rank] = connected
+            if self.closed_to_joiners and not (is_replacing and self.waiting):
                 self._outbox.send([rank], Refused(self.closed_to_joiners))
                 self._let_in()
                 self._follow()
-            elif len(asked) < self._rules.ranks_per_replica:
-                pass
-            else:
-                if is_member:  # its old process has ended, whatever this rank knew of it
+            elif len(requests) == self._rules.ranks_per_replica:
+                if is_replacing:  # its old process has ended, whatever this rank knew of it
                     self.end(f"replica {replica} was restarted", "restarted", restarted=frozenset({replica}))
                 else:
                     self._admit([replica])
@@ -338,36 +334,40 @@ class Views:
 
     @property
     def _later(self) -> Refused:
-        """What a replica is told that can't be a member yet."""
+        """The answer to a replica that can't become a member yet."""
         return Refused(f"the members wait: {self.waiting}", waits=True) if self.waiting else _TRY_AGAIN
 
     def _is_guarded(self, replica: int) -> bool:
         """Return whether a member other than ``replica`` was lost by silence so recently that nobody may join."""
-        now_s = self._outbox.now_s
-        self._apart_until = {each: s for each, s in self._apart_until.items() if s > now_s and each != replica}
+        self._apart_until = {
+            apart: until_s
+            for apart, until_s in self._apart_until.items()
+            if until_s > self._outbox.now_s and apart != replica
+        }
         return bool(self._apart_until)
 
     def _is_connected_to(self, replica: int, replicas: Collection[int]) -> bool:
-        """Return whether all ranks of a replica were connected to all of others when they last asked to join."""
-        asked = self._asked.get(replica, {})
-        needed = self._rules.ranks(replicas)
-        return len(asked) == self._rules.ranks_per_replica and all(each.issuperset(needed) for each in asked.values())
+        """Return whether all ranks of a replica were connected to all of ``replicas`` when they last asked to join."""
+        requests, needed = self._requests.get(replica, {}), self._rules.ranks(replicas)
+        are_complete = len(requests) == self._rules.ranks_per_replica
+        return are_complete and all(connected.issuperset(needed) for connected in requests.values())
 
     def _complete(self) -> list[int]:
         """Return the replicas of which all ranks have asked to join."""
-        return [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
+        size = self._rules.ranks_per_replica
+        return [replica for replica, requests in self._requests.items() if len(requests) == size]
 
     def _let_in(self) -> None:
-        """Let those join that another member admits and this one hears, though it admits nobody itself at present."""
+        """While closed to joiners, let those join that have asked this rank, too, and that another member admits."""
         if self.change is not None and self.closed_to_joiners:
             replicas = self.change.admitted.intersection(self._complete())
-            for each in replicas:
-                self._asked.pop(each)
+            for replica in replicas:
+                self._requests.pop(replica)
             self.change.extend(joining=replicas)
 
     def _admit(self, replicas: Collection[int]) -> None:
-        for each in replicas:
-            self._asked.pop(each)
+        for replica in replicas:
+            self._requests.pop(replica)
         if replicas:
             ask = "ask" if len(replicas) > 1 else "asks"
             self.end(f"{names_of(replicas)} {ask} to join", "joins", joining=frozenset(replicas))
@@ -382,9 +382,9 @@ class Views:
             self._adopt(outcome)
         elif change is not None and outcome is not None:
             lost = sorted(change.mine.lost.intersection(self.view.members))
-            words = _all_stop(change.why) if lost else f"{change.why}: {outcome}. Committed rounds stay committed."
+            failure = _all_stop(change.why) if lost else f"{change.why}: {outcome}. Committed rounds stay committed."
             self._rounds.reason = change.why
-            self.close(ReplicaLostError(words, replicas=lost), change.committed)
+            self.close(ReplicaLostError(failure, replicas=lost), change.committed)
             self._hang_up_on(self.others())
 
     def _adopt(self, following: NextView) -> None:
@@ -425,24 +425,24 @@ class Views:
         me, following, mine = self._rules.replica, began.following, began.mine
         members = frozenset(self.view.members)
         apart, gone, left = self._unconnected(), frozenset[int](), frozenset[int]()
-        if mine is None:  # what it knows of members that ended before it was one
+        if mine is None:  # this rank was no member before, and may know of some that have ended
             gone = apart & (self._gone_early | self._roster.replaced(apart))
-        elif following is not None and self.view is following.view:  # they have no connection whose end it will notice
+        elif following is not None and self.view is following.view:  # what it lost before has no connection to end now
             apart |= mine.apart & members
             gone, left = mine.gone & members, mine.left & members
         else:
             apart = frozenset()
         if apart | gone:
-            words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(apart | gone)}"
-            self.end(words, "unreachable", apart=apart - gone, gone=gone, left=left)
+            why = f"replica {me} can't reach every member of view {self.view.id}: {names_of(apart | gone)}"
+            self.end(why, "unreachable", apart=apart - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
         asking = dict.fromkeys((*self._complete(), *sorted(mine.joining)))
         admitted: list[int] = []
         for replica in [each for each in asking if each not in self.view.members]:
-            # it may not be connected to those that have just joined, or are about to
+            # a replica may not be connected to those that have just joined, or are about to
             if self.closed_to_joiners or not self._is_connected_to(replica, {*self.view.members, *admitted}):
-                self._asked.pop(replica, None)
+                self._requests.pop(replica, None)
                 self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
             elif len(admitted) < MOST_JOINERS:
                 admitted.append(replica)

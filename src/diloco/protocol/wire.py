@@ -142,24 +142,23 @@ class Entry:
 
     def diff(self, other: Entry, ranks_per_replica: int = 1) -> str:
         """Return the first difference of the facts of two ranks, the lower one first, or "" if there is none."""
-        one, other = sorted((self, other), key=lambda each: each.rank)  # the sentence is the same on both
-        names = (f"replica {each.rank // ranks_per_replica} ({each.address})" for each in (one, other))
-        return diff(one.facts, other.facts, *names)
+        first, second = sorted((self, other), key=lambda entry: entry.rank)  # the sentence is the same on both
+        names = (f"replica {entry.rank // ranks_per_replica} ({entry.address})" for entry in (first, second))
+        return diff(first.facts, second.facts, *names)
 
 
 Table = Annotated[tuple[Entry, ...], Meta(max_length=_MOST_ENTRIES)]
 
 
 def table_of(entries: Iterable[Entry]) -> Table:
-    """Return entries for sending, without their facts: these have kilobytes, and all registered ranks have the same."""
-    return tuple(replace(each, facts={}) for each in entries)
+    """Return entries as they are sent, without facts: these take kilobytes, and all registered ranks have the same."""
+    return tuple(replace(entry, facts={}) for entry in entries)
 
 
 def note(known: dict[int, Entry], entry: Entry, keep: Collection[int]) -> None:
     """Record among the ``known`` entries, by rank, where a rank of a run with changing ranks can be reached.
 
-    Of the ranks that are not in ``keep``, each key keeps only the one that it named last, and about a thousand are
-    kept.
+    Of the ranks that are not in ``keep``, only the last one of each key stays, and about a thousand in all.
     """
     others = [rank for rank in known if rank not in keep]
     former = [rank for rank in others if known[rank].key == entry.key]
@@ -215,14 +214,14 @@ class Store(WireMessage):
     value: Annotated[bytes, Meta(max_length=1 << 16)]
 
 
-# Of who looks for the members.
+# From and to a process that looks for the members.
 
 
 class Ask(WireMessage):
     """The sender asks who the members are."""
 
     entry: Entry
-    unreachable: Rank | None = None  # a member that is to open the connection to the sender, which can't
+    unreachable: Rank | None = None  # a member that the sender can't reach, and that is to connect to it instead
     # the replicas of the view in which the sender goes on, or of its view that it hears; empty: it looks for one
     members: Ranks = ()
     waits: bool = False  # whether it waits for others
@@ -236,7 +235,7 @@ class Members(WireMessage, dict=True):
     step: Count = 0  # inner steps that the member has begun to synchronise
     swarm: _Swarm = ""  # the swarm's name, chosen by its founder; "": it is none
     founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
-    # why these members wait for others to be back, of whom they don't know whether they go on elsewhere; "": they don't
+    # why these members wait for others to be back, which may have gone on elsewhere; "": they don't wait
     waiting: Words = ""
 
     def __post_init__(self) -> None:
@@ -257,15 +256,15 @@ class Looking(WireMessage):
 
 
 def choose_founder(looking: Iterable[Looking]) -> int | None:
-    """Return the number of the replica that founds the first view, of those that look for one; None: none may.
+    """Return the number of the replica that founds the first view, of those that are looking for one; None: none may.
 
     It is the one with the newest step; of several, the one with the lowest number.
 
     >>> choose_founder([Looking(2, 150), Looking(1, 100), Looking(0, 150), Looking(3, 200, founds=False)])
     0
     """
-    may = [(-each.held_step, each.number) for each in looking if each.founds]
-    return min(may)[1] if may else None
+    candidates = [(-each.held_step, each.number) for each in looking if each.founds]
+    return min(candidates)[1] if candidates else None
 
 
 class Over(WireMessage):
@@ -274,7 +273,7 @@ class Over(WireMessage):
     replica: Rank
 
 
-# Of members alone.
+# Between members.
 
 
 class Announcement(WireMessage):

@@ -77,7 +77,7 @@ def connect(
     try:
         if lost is not None:
             before = lost.directory.transport
-            transport.connections.identities |= before.connections.identities  # others can't speak in their name
+            transport.connections.identities |= before.connections.identities  # only they can speak in their names
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
             transport.connections.note(PresumedGone(frozenset(before.views.presumed_gone)))
         directory = place.directory(transport, held_step, lost)
@@ -104,23 +104,23 @@ def join(directory: Directory, timeout_s: float) -> int:
     """
     transport, entry = directory.transport, directory.entry
     deadline_s = time.monotonic() + timeout_s
-    unasked = ""  # why no member could be asked anew, if so
+    trouble = ""  # why no member could be asked anew, if so
     why, pauses_s = f"no answer within {timeout_s:g} s", pauses(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
         final = False
         if answer is not None:
-            said, _ = answer
-            if isinstance(said, Welcome):
+            message, _ = answer
+            if isinstance(message, Welcome):
                 break
-            why = f"the members refuse: {said.reason}"
-            final = said.for_good and not directory.swarm  # another member may let it in
-            if said.waits:
+            why = f"the members refuse: {message.reason}"
+            final = message.for_good and not directory.swarm  # in a swarm another member may let it in
+            if message.waits:
                 deadline_s = time.monotonic() + timeout_s
         if time.monotonic() > deadline_s or final:
-            words = f"{why} ({unasked.rstrip('.')})" if unasked else why
-            raise RendezvousError(f"replica {transport.replica} can't join the run: {words}. It stops here.")
+            reasons = f"{why} ({trouble.rstrip('.')})" if trouble else why
+            raise RendezvousError(f"replica {transport.replica} can't join the run: {reasons}. It stops here.")
         time.sleep(next(pauses_s))  # the members are not ready for it yet
-        unasked = transport.connections.call(directory.refresh())
+        trouble = transport.connections.call(directory.refresh())
     transport.enter(answer)
     return transport.step

@@ -1,11 +1,11 @@
 """The directory of a run: each process answers who the members are, and one that looks for them asks.
 
-An answer is the table of the members, that the process asked is looking for them, too, or a refusal. It is the same
-over TCP and in a swarm, at the start of a swarm and after a process has lost its view; only where to ask differs. Where
-a run begins and nobody is a member, one of those that are looking founds the first view.
+An answer is the table of the members, or that the process is looking for them, too, or a refusal. It is the same over
+TCP and in a swarm, at the start of a swarm and after a process has lost its view; only where to ask differs. Where a
+run begins and nobody is a member, one of those that are looking founds the first view.
 
-Members of a view that waits for others look for these, again and again: who is still in the view is connected again,
-and who has been started again hears of them, and joins them.
+Where a view change waits for members, the others look for these, again and again: one that is still in the view is
+connected again, and one that was started again hears of them, and joins them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _LEAST_S = 0.1
 _MOST_JOINERS = 32  # of which a joiner is told: a message has room for no more, if they are strangers
 _OVER_S = 2.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
-# Times `silence_s`, of who waits for lost members: the longest attempt to reach one, and the longest pause after that.
-# One that can be reached again at any moment is, at the latest by the second attempt.
+# Times `silence_s`, while members wait for lost ones: the longest attempt to reach one, and the longest pause after it.
+# One that becomes reachable during an attempt is reached by the next attempt at the latest.
 _DIAL, _PAUSE = 1 / 2, 1 / 8
 assert 2 * _DIAL + _PAUSE <= REDIAL
 
@@ -94,9 +94,9 @@ class Directory:
         self.join_window_s, self.alone = join_window_s, alone and lost is None
         self.looking: list[Looking] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
-        self.is_there = False  # whether a member answered the last questions, even if it can't be joined now
-        self.postponed = ""  # why those that are there let nobody join yet; "": nobody is, or they do
-        self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
+        self.member_answered = False  # whether one answered the last questions, even if it can't be joined now
+        self.postponed = ""  # why members that answered let nobody join yet; "": none did, or they do
+        self.former_swarm = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.findings: deque[str] = deque()  # sentences for the user about what it has found since it is a member
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
@@ -198,16 +198,17 @@ class Directory:
         async def tell(entry: Entry) -> Any:
             while True:
                 try:
-                    place, message = self.connections.streams.locate(entry), Over(self.transport.replica)
-                    # it answers, since one that has just thawed may close the connection unread, and search
+                    address, message = self.connections.streams.locate(entry), Over(self.transport.replica)
+                    # an answer is awaited: a process that has just thawed may close the connection unread, and search
                     async with asyncio.timeout(_OVER_S):
-                        return await question(await self.connections.open(place), place, message, Done)
+                        return await question(await self.connections.open(address), address, message, Done)
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
-                        return None  # it has ended, or it is gone
+                        return None  # its process has ended, or does not answer
                 await asyncio.sleep(next(pauses_s))
 
-        absent = [each for rank, each in self.known.items() if rules.replica_of(rank) not in {*members, self.me.number}]
+        present = {*members, self.me.number}
+        absent = [entry for rank, entry in self.known.items() if rules.replica_of(rank) not in present]
         await asyncio.gather(*map(tell, absent))
 
     # What was found.
@@ -251,36 +252,36 @@ class Directory:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
         until_s, pauses_s = clock.time() + self.patience_s, pauses(*self.pauses_s, seed=self.entry.address)
         why: dict[Address, str] = {}  # why each was of no use
-        heard: set[Address] = set()  # what has answered before; the last question may have too little time
+        heard: set[Address] = set()  # those that have answered before: the last question may have too little time
         while True:
-            places, asked_s = await self.addresses(), clock.time()
+            addresses, asked_s = await self.addresses(), clock.time()
             known_s = min(known_s, asked_s)
-            answers = await self._ask_all(places, until_s)
-            heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
+            answers = await self._ask_all(addresses, until_s)
+            heard |= {address for address, answer in answers.items() if not isinstance(answer, Exception)}
             if view := await self.begin(answers) or await self._join_any(answers, why, heard):
                 return view
-            self.looking = [each for each in answers.values() if isinstance(each, Looking)]
+            self.looking = [answer for answer in answers.values() if isinstance(answer, Looking)]
             await self.examine(answers)
             if view := self._founded(answers, asked_s - known_s):
                 return view
-            if self.postponed:  # they are there, and say so again and again
+            if self.postponed:  # members answer, and ask it to wait
                 until_s = max(until_s, clock.time() + self.patience_s)
             if clock.time() >= until_s:
-                raise RendezvousError(self.nobody({str(place): each for place, each in why.items()}))
+                raise RendezvousError(self.nobody({str(address): reason for address, reason in why.items()}))
             await asyncio.sleep(next(pauses_s))
 
     async def _ask_all(
-        self, places: Collection[Address], until_s: float
+        self, addresses: Collection[Address], until_s: float
     ) -> dict[Address, Members | Looking | Exception]:
         clock = asyncio.get_running_loop()
 
-        async def ask(place: Address) -> Members | Looking | Exception:
+        async def ask(address: Address) -> Members | Looking | Exception:
             try:
-                return await within(max(_LEAST_S, until_s - clock.time()), self.ask(place))
+                return await within(max(_LEAST_S, until_s - clock.time()), self.ask(address))
             except (OSError, EOFError, TransportError, ValueError) as error:
                 return error
 
-        return dict(zip(places, await few_at_once(ask, places), strict=True))
+        return dict(zip(addresses, await few_at_once(ask, addresses), strict=True))
 
     async def _join_any(
         self,
@@ -290,45 +291,45 @@ class Directory:
     ) -> View | None:
         """Connect to the members that the answers name, and return their view; None: none can be joined now.
 
-        ``why`` gets the reasons, but not that one of ``heard`` does not answer this time.
+        ``why`` gets the reasons, except that an address in ``heard`` does not answer this time.
 
         Raises:
             RendezvousError: all that answer refuse.
         """
         refusals: list[RendezvousError] = []
-        self.is_there, self.postponed = False, ""
-        for place, answer in _best_first(answers):
+        self.member_answered, self.postponed = False, ""
+        for address, answer in _best_first(answers):
             try:
                 if isinstance(answer, Exception):
                     raise answer
                 if isinstance(answer, Members):
                     self.check(answer)
-                    self.is_there = True
+                    self.member_answered = True
                     self.found = await self.dial_all(answer)
-                    return View(-1, tuple(each for each in self.found.members if each != self.me.number))
+                    return View(-1, tuple(member for member in self.found.members if member != self.me.number))
             except RendezvousError as error:  # this one refuses, but another one may not
                 refusals.append(error)
-                why[place] = str(error)
+                why[address] = str(error)
             except (OSError, EOFError, TransportError, ValueError) as error:
                 if isinstance(error, NotNowError):
-                    self.is_there, self.postponed = True, error.reason or self.postponed
+                    self.member_answered, self.postponed = True, error.reason or self.postponed
                 if isinstance(error, ConnectionRefusedError):
-                    why[place] = "nothing listens there (connection refused)"
+                    why[address] = "nothing listens there (connection refused)"
                 elif str(error) or not isinstance(error, TimeoutError):
-                    why[place] = str(error) or type(error).__name__
-                elif place not in heard:
-                    why.setdefault(place, "no answer")
-        if refusals and not self.is_there:
+                    why[address] = str(error) or type(error).__name__
+                elif address not in heard:
+                    why.setdefault(address, "no answer")
+        if refusals and not self.member_answered:
             raise refusals[0]
         return None
 
     def _founded(self, answers: Mapping[Address, object], waited_s: float) -> View | None:
-        """Return the view that this process founds; None: it founds none, as a member is there or another one is to.
+        """Return the view that this process founds; None: it founds none, as a member answered or another one is to.
 
         Raises:
             RunFinishedError: the others have finished.
         """
-        if self.is_there or self.begins:
+        if self.member_answered or self.begins:
             return None
         if over := self.over():
             raise RunFinishedError(over)
@@ -338,7 +339,7 @@ class Directory:
         return None
 
     async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
-        """Ask a process who the members are; it has a member open the connection to this process that can't be reached.
+        """Ask a process who the members are, and to have the member ``unreachable`` connect to this process.
 
         Raises:
             RendezvousError: it refuses for good.
@@ -353,7 +354,7 @@ class Directory:
                 peer, key = self.connections.peers.get(rank), self.connections.identity(rank)
                 is_elsewhere = peer is not None and (str(peer.address), key) != (entry.address, entry.key)
                 if rank != self.connections.rank and rank < self.connections.most_ranks and not is_elsewhere:
-                    with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
+                    with contextlib.suppress(ConfigurationError):  # at an address that is none, all would fail
                         self.connections.streams.locate(entry)
                         note(self.known, entry, keep)
         return answer  # type: ignore[no-any-return]  # what was asked for
@@ -370,7 +371,7 @@ class Directory:
             try:  # all joiners ask the same one, so that they learn of each other
                 answer = await self.ask(streams.locate(first))
             except RendezvousError:
-                pass  # the one that was asked does not refuse
+                pass  # the member that was asked first has not refused
             except (OSError, EOFError, TransportError) as error:
                 raise NotNowError(str(error)) from error
             else:
@@ -405,7 +406,7 @@ class Directory:
         rank, members = entry.rank, self.transport.rules.ranks(found.members)
         if rank not in members:
             return False
-        others = [each for each in members if each != rank and each in found.entries]
+        others = [other for other in members if other != rank and other in found.entries]
 
         async def ask(other: int) -> None:
             with contextlib.suppress(OSError, EOFError, TransportError):
@@ -431,17 +432,17 @@ class Directory:
         """Ask a member anew, and connect to those that it names. Return why that has failed; "": it has not."""
         why = "nobody is known to ask"
         entries, streams = self.known, self.connections.streams
-        known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
-        for places in (known, None):  # it takes long to look up the others in a DHT
-            for place in await self.addresses() if places is None else places:
+        connected = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
+        for are_connected in (True, False):  # it takes long to look up the others in a DHT
+            for address in connected if are_connected else await self.addresses():
                 try:
-                    answer = await within(self.transport.rules.silence_s, self.ask(place))
+                    answer = await within(self.transport.rules.silence_s, self.ask(address))
                     if isinstance(answer, Members):
                         await self.dial_all(answer)
                         return ""
-                    why = f"{place} is looking for the members, too"
+                    why = f"{address} is looking for the members, too"
                 except (OSError, EOFError, TransportError, ValueError) as error:
-                    why = str(error) or f"{place} does not answer ({type(error).__name__})"
+                    why = str(error) or f"{address} does not answer ({type(error).__name__})"
         return why
 
     # Looking for members that are lost.
@@ -456,10 +457,10 @@ class Directory:
             await few_at_once(self._dial_lost, self.transport.rules.ranks(sorted(views.missing)))
 
     async def _dial_lost(self, rank: int) -> None:
-        """Connect to a member again. If another process answers in its place, let it know of this one, or follow it."""
+        """Connect to a member again. A new process in its place learns of this one, or tells how the others went on."""
         connections, process = self.connections, self.connections.machine.roster.process(rank)
         with contextlib.suppress(OSError, EOFError, TransportError, ValueError, KeyError):
-            if rank in connections.peers:  # a process that was started again, which is about to join
+            if rank in connections.peers:  # a new process in the member's place, which is about to join
                 return
             entry, wait_s = self.known[rank], _DIAL * self.transport.rules.silence_s
             try:
@@ -471,7 +472,7 @@ class Directory:
                 self._follow_other(rank, answer)
 
     def _follow_other(self, rank: int, answer: object) -> None:
-        """Stop if a process that was started again is a member elsewhere: the others went on without this one."""
+        """Stop if a member's new process is a member elsewhere: the others went on without this one."""
         replica = self.transport.rules.replica_of(rank)
         if isinstance(answer, Members) and replica in answer.members and self.transport.views.waiting:
             why = f"replica {replica} was started again, and {names_of(answer.members)} went on without this replica."
@@ -484,13 +485,13 @@ class Directory:
         """The members of the view, or those that this process hears if it waits for others; empty if it is none."""
         views = self.transport.views
         if views.last_view is None or self.transport.failure is not None:
-            return ()  # who is asked before the start has no view to read
+            return ()  # before the start there is no view to read
         members = views.heard if views.waiting else self.transport.view.members
         return members if self.transport.replica in members else ()
 
-    async def _tell_members(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        entry, streams = asked.entry, self.connections.streams
-        streams.locate(entry)  # all others would fail at an address that is none
+    async def _tell_members(self, request: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        entry, streams = request.entry, self.connections.streams
+        streams.locate(entry)  # raises for an address that is none, at which all others would fail
         if entry.key != streams.identity(writer):
             return
         self._yield_to(entry)
@@ -507,16 +508,16 @@ class Directory:
             ours = {*rules.ranks(self.members), self.connections.rank}
             note(self.known, entry, {*ours, *self.connections.connected})
             joiners = [rank for rank in self.connections.peers if rank not in ours][-_MOST_JOINERS:]
-            told = self.known.keys() & {*ours, *joiners, *rules.ranks([rules.replica_of(entry.rank)])}
-            known = table_of(self.known[rank] for rank in sorted(told))
-            if asked.unreachable is not None and asked.unreachable in ours:
-                self.connections.send(asked.unreachable, Introduce(entry))
+            listed = self.known.keys() & {*ours, *joiners, *rules.ranks([rules.replica_of(entry.rank)])}
+            known = table_of(self.known[rank] for rank in sorted(listed))
+            if request.unreachable is not None and request.unreachable in ours:
+                self.connections.send(request.unreachable, Introduce(entry))
             step, waiting = self.transport.step, self.transport.views.waiting
             answer = Members(known, self.members, step, self.swarm, self.founded_step, waiting)
         await say(answer, reader, writer)
 
     def _yield_to(self, entry: Entry) -> None:
-        """Stop waiting for a member that was started again, and was further than anybody of this view can be."""
+        """Stop waiting for a member whose new process has got further than any member of this view can be."""
         replica, known = self.transport.rules.replica_of(entry.rank), self.known.get(entry.rank)
         if replica not in self.transport.views.missing or known is None or known.key != entry.key:
             return
@@ -527,16 +528,18 @@ class Directory:
     async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> Refused | None:
         if entry.rank >= self.connections.most_ranks:
             return Refused(f"rank {entry.rank} is none of the run's {self.connections.most_ranks} ranks", True)
-        if words := self.entry.diff(entry, self.transport.rules.ranks_per_replica):
-            return Refused(f"{words}; both sides need the same value", True)
+        if difference := self.entry.diff(entry, self.transport.rules.ranks_per_replica):
+            return Refused(f"{difference}; both sides need the same value", True)
         return await self.connections.refusal(entry.rank, writer)
 
-    async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_from(asked.replica, self.connections.streams.identity(writer)):
-            self.transport.finishers.add(asked.replica)
-            if self.transport.views.last_view is not None and asked.replica in self.transport.view.members:
+    async def _note_end(self, message: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_from(message.replica, self.connections.streams.identity(writer)):
+            self.transport.finishers.add(message.replica)
+            if self.transport.views.last_view is not None and message.replica in self.transport.view.members:
                 # it has gone on in a later view, of which this process has heard nothing
-                self.connections.handle(Yielded(f"replica {asked.replica} has finished the run without this replica."))
+                self.connections.handle(
+                    Yielded(f"replica {message.replica} has finished the run without this replica.")
+                )
             await say(Done(), reader, writer)
 
     def identity_of(self, rank: int) -> str:
@@ -554,10 +557,10 @@ def _best_first(
 ) -> list[tuple[Address, Members | Looking | Exception]]:
     """Return answers in the order in which they are tried.
 
-    What most say comes first: without a secret anybody may answer. Members that wait for others come last.
+    What most say comes first, as without a secret anybody may answer. Members that wait for others come last.
     """
-    tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
-    alike = Counter((each.members, each.swarm) for each in tables.values())
-    votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
-    waiting = {place for place, each in tables.items() if each.waiting}
+    tables = {address: answer for address, answer in answers.items() if isinstance(answer, Members)}
+    alike = Counter((table.members, table.swarm) for table in tables.values())
+    votes = {address: alike[table.members, table.swarm] for address, table in tables.items()}
+    waiting = {address for address, table in tables.items() if table.waiting}
     return sorted(answers.items(), key=lambda item: (item[0] in waiting, -votes.get(item[0], 0)))

@@ -73,9 +73,10 @@ _MEANS = 1 << 16  # what is added to the piece numbers of means
 
 
 class PayloadExchange:
-    """The payloads of one round between this rank and its peers, from when it has begun. `run` reports a failure.
+    """The exchange of one round's payloads between this rank and its peers. `run` reports a failure.
 
-    It is made in the thread of the peers, which are those of the members that are connected, by replica.
+    It is made in the thread of the peers, once this rank has contributed; ``links`` are those to connected members, by
+    replica.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class PayloadExchange:
         for link in links.values():  # keep what arrives before the verdict
             link.open_round(self._tag, contribution.payload.numel() + len(self._extras))
         if missing := {*self.members} - {*self._links, self.contribution.replica}:
-            words = f"replica {min(missing)} is not connected"
-            self.verdict.set_exception(TransportError(words, replicas=[min(missing)]))
+            failure = f"replica {min(missing)} is not connected"
+            self.verdict.set_exception(TransportError(failure, replicas=[min(missing)]))
 
     def give(self, given: GiveVerdict) -> None:
         """Take the verdict: start receiving, and send this rank's payload, unless the round is void.
@@ -158,11 +159,11 @@ class PayloadExchange:
             peer_lost = len(self._links) + 1 < len(self.members) or any(link.ended for link in self._links.values())
             return self._ended(str(error), peer_lost=peer_lost)
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
-            words = (str(error) or type(error).__name__).splitlines()[0]
-            return self._ended(words, spoiler=error.replica if isinstance(error, CodecError) else None)
+            failure = (str(error) or type(error).__name__).splitlines()[0]
+            return self._ended(failure, spoiler=error.replica if isinstance(error, CodecError) else None)
 
     def cancel(self) -> None:
-        """Stop, as the round is void or has ended: who waits is released. Runs in the thread of the peers."""
+        """Stop, as the round is void or has ended; threads that wait are released. Runs in the thread of the peers."""
         for link in self._links.values():
             link.close_round(self._tag)
         if not self.verdict.done():
@@ -248,7 +249,7 @@ class PayloadExchange:
     def _roomy_device(self) -> torch.device:
         """Return the device of the global parameters if it has room for twice what is summed at a time, else the CPU.
 
-        Only memory that nothing has reserved counts: what is free for the moment, the training needs in its next step.
+        Only memory that nothing has reserved counts: training needs in its next step what is free for the moment.
         """
         contribution, device = self.contribution, self.contribution.device
         if device.type != "cuda":
@@ -259,9 +260,9 @@ class PayloadExchange:
             most = max((stop - start for start, stop in itertools.chain.from_iterable(cuts)), default=0)
         return device if torch.cuda.mem_get_info(device)[0] >= 2 * _VALUE_BYTES * most else self.values.device
 
-    def _room(self, here: Tensor) -> Tensor:
-        """Return memory for ``here`` where it is computed, which is its own on the CPU."""
-        return here if here.device == self._device else torch.empty_like(here, device=self._device)
+    def _room(self, values: Tensor) -> Tensor:
+        """Return memory for ``values`` where they are computed, which is their own on the CPU."""
+        return values if values.device == self._device else torch.empty_like(values, device=self._device)
 
     def _reduce_mine(self, weights: Mapping[int, float], contributors: Sequence[int], total: float) -> dict[int, float]:
         """Sum this rank's slice, and send its mean. Return the clipping factors."""
@@ -302,9 +303,9 @@ class PayloadExchange:
         if not self.contribution.whole:
             for member, (codec, payload, _) in parts.items():
                 _validate(codec, payload, stop - start, f"the contribution of replica {member}", member)
-        here = self.values[start:stop]
-        mean_into_(there := self._room(here), parts.values(), total)
-        here.copy_(to_host(there))
+        mean = self.values[start:stop]
+        mean_into_(computed := self._room(mean), parts.values(), total)
+        mean.copy_(to_host(computed))
 
     def _begin_means(self) -> None:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
@@ -325,24 +326,24 @@ class PayloadExchange:
         codec = self.plan.mean
         while self._unsent and self._unsent[0][1][1] <= stop:
             piece, (start, end) = self._unsent.popleft()
-            here = self.values[start:end]
-            there = here if codec.exact else to_device(here, self._device)
-            payload = to_host(encode_mean(there, codec))
-            here.copy_(to_host(there))
+            mean = self.values[start:end]
+            computed = mean if codec.exact else to_device(mean, self._device)
+            payload = to_host(encode_mean(computed, codec))  # overwrites it with what the others decode
+            mean.copy_(to_host(computed))
             self._send(self._links, payload, piece)
 
     def _receive_means(self) -> None:
         """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""
         codec = self.plan.mean
         for member, piece, start, stop in self._awaited:
-            payload, here = self._take(member, piece), self.values[start:stop]
+            payload, mean = self._take(member, piece), self.values[start:stop]
             if not codec.exact:  # else it was received in place
                 payload = to_device(payload, self._device)
-                _validate(codec, payload, len(here), f"the mean of replica {member}", member)
-                here.copy_(to_host(codec.decode(payload, len(here), out=self._room(here))))
-            if not largest_magnitude(here) <= LARGEST_MEAN:
-                words = f"replica {member} sent a part of the mean that is not finite or too large"
-                raise CodecError(words, replica=member)
+                _validate(codec, payload, len(mean), f"the mean of replica {member}", member)
+                mean.copy_(to_host(codec.decode(payload, len(mean), out=self._room(mean))))
+            if not largest_magnitude(mean) <= LARGEST_MEAN:
+                fault = f"replica {member} sent a part of the mean that is not finite or too large"
+                raise CodecError(fault, replica=member)
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""

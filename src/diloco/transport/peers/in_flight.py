@@ -28,6 +28,8 @@ _ENDING_S = 2.0  # for threads that wait for links; one that is still opening a 
 
 @dataclass(eq=False)
 class PeerPending:
+    """A round in flight to which this rank has contributed, for the thread that waits for its average."""
+
     contribution: Contribution | None  # None once the round is decided
     transport: PeerTransport  # counts the bytes of outcomes
     on_mean: Callable[[Mean], None] | None  # gets the mean before the round is decided, in another thread
@@ -61,12 +63,12 @@ class PeerPending:
         started_s = elapsed_s()
         allowed_s = self.transport.rules.guard_s
         while not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            views, words = self.transport.views, f"{self.round} was not decided within {allowed_s:g} s"
+            views, failure = self.transport.views, f"{self.round} was not decided within {allowed_s:g} s"
             if not views.waiting:
-                raise RoundTimeoutError(f"{words}. Nothing was applied.", round=str(self.round))
+                raise RoundTimeoutError(f"{failure}. Nothing was applied.", round=str(self.round))
             if self.transport.rules.raise_on_loss:
                 raise ReplicaLostError(
-                    f"{words}: {views.waiting}. Nothing was applied.", replicas=sorted(views.missing)
+                    f"{failure}: {views.waiting}. Nothing was applied.", replicas=sorted(views.missing)
                 )
         outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None

@@ -53,14 +53,14 @@ from diloco.waiting import elapsed_s, in_thread, waiting_for
 
 _LEAVING_S = 3.0
 _ENDING_S = 2.0
-_MOST_CALLS = 64  # at a time: anybody may ask for one
+_MOST_CALLS = 64  # connections opened at a time for ranks that can't open them; anybody may ask for one
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 _MEASURED_STEPS = 16  # inner steps of whose times the median counts
 
 
 OnChange = Callable[[NextView, str, Cause], bytes]
-"""Called in the control thread with each next view, and why it replaces the one before, as this rank has learned it: in
-a sentence, and in a word. What it returns is sent to the ranks that join with that view."""
+"""Called in the control thread with each next view, and with the reason and the cause of the change as this rank has
+learned them. What it returns is sent to the ranks that join with that view."""
 
 
 class PeerTransport(BackgroundTransport):
@@ -84,7 +84,7 @@ class PeerTransport(BackgroundTransport):
             rules, streams, lambda peer: self.links.begin(peer), acts=self._acts, on_fault=self._end_waiting
         )
         self._machine, self._changed = thread.machine, thread.changed
-        self.views = self._machine.views  # those that it has been a member of, and the next one
+        self.views = self._machine.views  # the current view, and the change to the next one
         self.post = thread.post_event  # lets the machine take in an event soon; for any thread
         self._call, self._wait_for = thread.call_event, thread.wait_for
         self._answered: Answer | None = None  # to the request to join
@@ -139,10 +139,10 @@ class PeerTransport(BackgroundTransport):
 
     @property
     def newest_digest(self) -> tuple[str, str]:
-        """The round of this rank's newest contribution to a fragment, and the digest of the state behind it; or texts
-        that are empty."""
-        sent = [each for fragment, each in list(self._rounds.last.items()) if fragment >= 0]  # no data-parallel step
-        newest = max(sent, key=lambda each: each.sent_s, default=None)
+        """The round of this rank's newest contribution to a fragment, and the digest of the state behind it; two empty
+        texts if there is none."""
+        sent = [pending for fragment, pending in list(self._rounds.last.items()) if fragment >= 0]  # no gradients
+        newest = max(sent, key=lambda pending: pending.sent_s, default=None)
         return ("", "") if newest is None else (str(newest.round), newest.digest)
 
     def ranks(self) -> Collection[int]:
@@ -160,8 +160,8 @@ class PeerTransport(BackgroundTransport):
 
     def names(self) -> Mapping[str, str]:
         known = {rank: entry.name for rank, entry in self.entries().items() if entry.name}
-        often = Counter(known.values())
-        return {str(n): name if often[name] == 1 else f"{name}/{n % 10_000}" for n, name in known.items()}
+        counts = Counter(known.values())
+        return {str(rank): name if counts[name] == 1 else f"{name}/{rank % 10_000}" for rank, name in known.items()}
 
     # Rounds.
 
@@ -220,12 +220,12 @@ class PeerTransport(BackgroundTransport):
     def fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
     ) -> Future[Mapping[str, Any]]:
-        after, members = self._rounds.decided_rounds(fragment), self.view.members
-        entries = self.entries()
-        asked = {donor: self.rules.ranks([donor])[self.rules.position] for donor in donors if donor in members}
-        there = {donor: entries[rank] for donor, rank in asked.items() if donor != self.replica and rank in entries}
+        after, entries = self._rounds.decided_rounds(fragment), self.entries()
+        others = [donor for donor in donors if donor in self.view.members and donor != self.replica]
+        ranks = {donor: self.rules.ranks([donor])[self.rules.position] for donor in others}
+        known = {donor: entries[rank] for donor, rank in ranks.items() if rank in entries}
         fetched = in_thread(
-            lambda: self._state.fetch(fragment, donors, there, after, expected_bytes), f"diloco-state-{fragment}"
+            lambda: self._state.fetch(fragment, donors, known, after, expected_bytes), f"diloco-state-{fragment}"
         )
         if self.rules.ranks_per_replica > 1:  # the ranks of a replica must adopt a state at the same step
             futures.wait([fetched])
@@ -281,7 +281,7 @@ class PeerTransport(BackgroundTransport):
         self.connections.note(ClosedToJoiners(why))
 
     def end_steps(self) -> None:
-        """Wait for no lost members any more, as this rank takes no more steps; rounds in flight may end yet."""
+        """Wait for lost members no longer, as this rank takes no more steps; rounds in flight may still end."""
         self.post(Left(if_waiting=True))
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class PeerTransport(BackgroundTransport):
         self.post(Announced(Announcement("stop", 0)))
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """Do as `Transport.stop_step`, if half of the members ask for it. One that is alone leaves."""
+        """Do as `Transport.stop_step`, if half of the members ask for it. A rank that asks alone stops alone."""
         machine = self._machine
         if wanted and not self.rules.together and (self.failure is not None or self.views.last_view is None):
             return step  # no other replica is left to agree with
@@ -442,15 +442,15 @@ class PeerTransport(BackgroundTransport):
 
     def _register(self, entry: Entry) -> None:
         if entry.key != self.connections.identity(entry.rank):
-            return  # it speaks of another process than itself
+            return  # the entry is that of another process than its sender
         note(self.connections.entries, entry, {*self.rules.ranks(self.view.members), *self.connections.connected})
 
     def _introduce(self, entry: Entry) -> None:
         rank, known = entry.rank, self.connections.entries.get(entry.rank)
         if rank in self.rules.ranks(self.view.members) and known is not None and known.key != entry.key:
             return  # nobody else can take a member's place, or that of this process
-        there = {self.rules.rank, *self.connections.connected, *self._calling}
-        if rank not in there and len(self._calling) < _MOST_CALLS:
+        reached = {self.rules.rank, *self.connections.connected, *self._calling}
+        if rank not in reached and len(self._calling) < _MOST_CALLS:
             self._calling.add(rank)
             self.connections.begin(self._call_back(entry))
 

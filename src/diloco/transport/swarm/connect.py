@@ -222,7 +222,7 @@ class SwarmDirectory(Directory):
         """
         mine, run = self.me, self._place.admission.run
         step = max(found.step, found.founded_step)  # the founder may not have loaded its checkpoint yet
-        if found.swarm in (self.was, self._place.held_swarm) or mine.held_step <= step:
+        if found.swarm in (self.former_swarm, self._place.held_swarm) or mine.held_step <= step:
             return
         raise RendezvousError(
             f"the swarm of run {run!r} is at step {step}, and the newest checkpoint of replica {mine.number} is of "
@@ -240,7 +240,7 @@ class SwarmDirectory(Directory):
     @property
     def _lost_swarm(self) -> str:
         """The swarm that this peer was a member of since its process began; "": none."""
-        return "" if self.last is None else self.was
+        return "" if self.last is None else self.former_swarm
 
     # Orders of the founder.
 

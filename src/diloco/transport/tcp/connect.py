@@ -82,7 +82,7 @@ class Place(MeetingPlace):
             before, connections = lost.directory.transport, transport.connections
             connections.most_ranks = before.connections.most_ranks
             connections.listen(before.address.host, range(0), before.address.host)
-            others, meeting, gathers = (*before.entries().values(),), self.rendezvous, False
+            others, meeting, gathers = tuple(before.entries().values()), self.rendezvous, False
         window_s = self.join_window_s
         streams, facts = transport.connections.streams, transport.rules.facts
         mine = Entry(self.rank, str(transport.address), streams.me, facts, held_step)
@@ -91,7 +91,7 @@ class Place(MeetingPlace):
         )
 
     def _begin(self, transport: PeerTransport) -> tuple[Address, bool]:
-        """Listen; return where all meet, and whether that is here."""
+        """Listen; return the address at which all meet, and whether this rank listens there."""
         connections, (host, ports) = transport.connections, self.listen
         connections.most_ranks = self.num_replicas * self.ranks_per_replica
         try:

@@ -40,10 +40,10 @@ _LOOKING = "the replica that listens there is looking for it, too"
 
 
 class Gathering(WireMessage):
-    """The asked process collects the ranks of a run that begins."""
+    """The sender collects the ranks of a run that begins."""
 
-    known: Table  # of those that have come
-    refused: Words = ""  # why the last one was refused that did not fit
+    known: Table  # of the ranks that have come
+    refused: Words = ""  # why the last rank was refused that did not fit
     member: Entry | None = None  # a member of a view that waits for others; None: none is known
 
 
@@ -52,7 +52,7 @@ class TcpDirectory(Directory):
 
     Args:
         entries: of this process, and of others from a view that it has lost.
-        meeting: the address at which the ranks meet; another one at which a member may answer.
+        meeting: the address at which the ranks meet at the start; later one more at which a member may answer.
         gathers: whether this process collects the ranks.
     """
 
@@ -76,20 +76,21 @@ class TcpDirectory(Directory):
         self.known.update({each.rank: each for each in entries})
         # rank -> what tells its process apart from others with its key
         self._processes = dict.fromkeys(self.known, self.connections.streams.credentials.certificate)
-        self._is_running = not self.begins  # whether all have come
+        self._is_running = not self.begins  # whether all ranks have come
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[bytes, float]] = {}  # rank -> the last process that came, and when
         self._refused = ""
         self._waiting: Entry | None = None  # a member of a view that waits for others, which this process is to join
         self._waiting_s = -math.inf  # when it last asked here
-        self._lives: set[int] = set()  # the replicas that the user knows to run though they seemed to have ended
+        self._lives: set[int] = set()  # replicas that run though they seemed to have ended, as the user was told
 
     async def addresses(self) -> Collection[Address]:
         others = [entry for rank, entry in self.known.items() if rank != self.connections.rank]
         others += [self._waiting] if self._waiting else []
-        places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
-        mine = self.connections.address
-        return [each for each in places if each != mine or (self.begins and each == self._meeting)]
+        addresses = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
+        if not (self.begins and self.connections.address == self._meeting):  # else it asks itself, who has come
+            addresses.pop(self.connections.address, None)
+        return list(addresses)
 
     def open_up(self) -> None:
         super().open_up()
@@ -97,9 +98,9 @@ class TcpDirectory(Directory):
             self.connections.post(lambda: self.connections.begin(self._look_for_presumed()))
 
     async def _look_for_presumed(self) -> None:
-        """Ask those without whom this side goes on, as they seemed to have ended, whether they have, again and again.
+        """Ask the replicas without which this side goes on, as they seemed to have ended, whether they run after all.
 
-        A router that has lost its way refuses connections to a process that runs. Then both sides may have gone on.
+        A router that has lost its way may refuse connections to a process that runs. Then both sides may have gone on.
         """
         rules, views = self.transport.rules, self.transport.views
         while True:
@@ -119,53 +120,57 @@ class TcpDirectory(Directory):
         return await question(stream, address, Ask(self.entry, members=self.members), self.answers)
 
     def _meet(self, replica: int, theirs: Collection[int], *, is_reached: bool) -> None:
-        """Compare this side with the one on which a replica has gone on that seemed to have ended, and yield to it."""
+        """Compare this side with that of a replica that seemed to have ended, but has gone on; one of them yields."""
         mine = () if self.transport.views.waiting else self.members
         if not mine or replica in mine or self.transport.replica in theirs:
             return  # it has stopped by now, or they are about to be one side again
-        found = (
+        finding = (
             f"Replica {replica} runs, though nothing listened at its address any more: {names_of(theirs)} went on "
             f"without {names_of(mine)}. Of two sides, the one with fewer members yields, or else the one whose lowest "
             "number is higher."
         )
         if not yields(mine, theirs):
             if replica not in self._lives:
-                self.findings.append(f"{found} They are to yield, and adopt the state of this side.")
+                self.findings.append(f"{finding} They are to yield, and adopt the state of this side.")
             self._lives.add(replica)
         elif is_reached:
-            lost = "This side yields, and adopts their state; what it has averaged by itself is lost."
-            self.connections.handle(Yielded(f"{found} {lost}"))
+            loss = "This side yields, and adopts their state; what it has averaged by itself is lost."
+            self.connections.handle(Yielded(f"{finding} {loss}"))
         else:
             self.connections.handle(PresumedGone(frozenset({replica})))  # so that it is asked
 
-    async def _tell_members(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        streams, rank, answer = self.connections.streams, asked.entry.rank, None
+    async def _tell_members(self, request: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        streams, rank, answer = self.connections.streams, request.entry.rank, None
         identity, views = streams.identity(writer), self.transport.views
-        if asked.waits and identity == asked.entry.key:
-            self._waiting, self._waiting_s = asked.entry, self.connections.loop.time()
-        elif asked.members and identity == self.identity_of(rank):
-            self._meet(self.transport.rules.replica_of(rank), asked.members, is_reached=False)
-        # after that, who asks has lost its view
-        gathers = self._gathers and views.view.id < 1 and not (asked.waits or views.waiting or self.found)
-        if gathers and identity == asked.entry.key:
-            answer = self._gather(asked.entry, streams.process(writer))
-        await (super()._tell_members(asked, reader, writer) if answer is None else say(answer, reader, writer))
+        is_proved = identity == request.entry.key
+        if request.waits and is_proved:
+            self._waiting, self._waiting_s = request.entry, self.connections.loop.time()
+        elif request.members and identity == self.identity_of(rank):
+            self._meet(self.transport.rules.replica_of(rank), request.members, is_reached=False)
+        # in a later view, a process that asks has lost the one before
+        is_first_view = views.view.id < 1 and not (views.waiting or self.found)
+        if self._gathers and is_first_view and is_proved and not request.waits:
+            answer = self._gather(request.entry, streams.process(writer))
+        if answer is None:
+            await super()._tell_members(request, reader, writer)
+        else:
+            await say(answer, reader, writer)
 
     def _gather(self, entry: Entry, process: bytes) -> WireMessage | None:
-        """Register a rank, and return who has come; None if the run had begun before it first asked.
+        """Register a rank, and return which have come; None if the run had begun before it first asked.
 
-        Ranks ask again and again. One that does not fit is refused alone, and never this process: the others would
-        lose this address with it.
+        Ranks ask again and again. A rank that does not fit is refused by itself, and never ends this process, with
+        which the others would lose this address.
         """
-        parse_address(entry.address)  # all others would fail at it
+        parse_address(entry.address)  # raises for one at which all others would fail
         known, rank, now_s = self.known, entry.rank, self.connections.loop.time()
-        if now_s - self._waiting_s <= _GONE_S:  # nobody begins a run beside it
+        if now_s - self._waiting_s <= _GONE_S:  # nobody begins a run beside the member that waits
             return Gathering((), self._refused, self._waiting)
         self._is_running = self._is_running or len(known) == self.connections.most_ranks
         if self._is_running and self._processes.get(rank) != process:
             return None
         if not self._is_running:
-            for other in self._asked_s.keys() - {self.connections.rank}:  # this one may be waiting for an answer
+            for other in self._asked_s.keys() - {self.connections.rank}:  # this rank may be waiting for an answer
                 if now_s - self._asked_s[other] > _GONE_S:
                     known.pop(other, None)
             is_known = self._processes.get(rank) == process and rank in known
@@ -173,10 +178,10 @@ class TcpDirectory(Directory):
                 return refused
         if self._processes.get(rank) == process:
             self._asked_s[rank] = now_s
-        return Gathering(table_of(each for _, each in sorted(known.items())), self._refused, self._waiting)
+        return Gathering(table_of(known[each] for each in sorted(known)), self._refused, self._waiting)
 
     def _register(self, entry: Entry, process: bytes) -> Refused | None:
-        """Register a rank, or return why not. It waits if another process that has its rank may have ended."""
+        """Register a rank, or return why not. It waits while another process that has its rank may have ended."""
         known, rank, num_ranks = self.known, entry.rank, self.connections.most_ranks
         if rank >= num_ranks:
             last = num_ranks - 1
@@ -185,7 +190,7 @@ class TcpDirectory(Directory):
             return Refused(why, for_good=True)
         if self._new.get(rank, (b"", 0.0))[0] != process:
             self._new[rank] = process, self.connections.loop.time()
-        # who has not asked since then may have ended, and may be the one that has this rank
+        # a rank that has not asked since then may have ended, and may be the process that had this rank
         waiting = [each for each in known if self._asked_s.get(each, math.inf) > self._new[rank][1]]
         if rank not in known and len(known) >= num_ranks - 1 and len(waiting) < len(known):
             return None
@@ -213,7 +218,7 @@ class TcpDirectory(Directory):
             self._missing = f"rank {missing}{refused}" if missing else "a member"
             self._waiting = answer.member or self._waiting
             if not missing:
-                if not self._gathers:  # else they come from it
+                if not self._gathers:  # else it knows them
                     self.known.update(known | {self.connections.rank: self.entry})
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
@@ -222,16 +227,16 @@ class TcpDirectory(Directory):
                 "need the same secret in their network.secret_file, or none of them may have one."
             )
         elif isinstance(answer, TransportError | ValueError) and not isinstance(answer, RendezvousError):
-            words = str(answer).partition(". The connection")[0]
+            reason = str(answer).partition(". The connection")[0]
             raise RendezvousError(
                 f"rank {self.connections.rank} found no rendezvous at {self._meeting}: the port there is in use by "
-                f"another program, which did not answer as a diloco does ({words}). Choose another port, the "
+                f"another program, which did not answer as a diloco does ({reason}). Choose another port, the "
                 "same for all replicas (--join), or end that program."
             )
         return None
 
     async def _begin(self) -> View:
-        """Connect to all other ranks, and return the first view. If it may, it declares lost who can't be reached."""
+        """Connect to all other ranks, and return the first view. Where the others go on, it may lack some of them."""
         rules, me, entries = self.transport.rules, self.connections.rank, self.known
         wait_s = min(rules.silence_s, rules.rendezvous_timeout_s)
         others = sorted(entries.keys() - {me})
@@ -248,7 +253,7 @@ class TcpDirectory(Directory):
         return View.of(self.connections.most_ranks // rules.ranks_per_replica)
 
     async def _dial(self, rank: int, wait_s: float) -> str:
-        """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
+        """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached, or ""."""
         connections, clock, entry = self.connections, self.connections.loop, self.known[rank]
         pauses_s = pauses(*_AGAIN_S, seed=f"{rank}")
         until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
