@@ -13,6 +13,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -66,10 +67,12 @@ def receive(timeout_s: float = 60.0) -> Any:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that is currently unused."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of this machine that is unused, and that the system gives to nobody else meanwhile."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)  # below those that it gives to who asks for any
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_server() -> tuple[str, str]:
