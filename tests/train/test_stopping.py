@@ -125,7 +125,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("wait", "words"),
     [
-        ("time.sleep(60)", ""),
+        ("time.sleep(60)", ""),  # what the signal interrupts
         ("library.pthread_mutex_lock(lock)", "stopped at once"),
     ],
 )

@@ -62,9 +62,8 @@ _SAME_JOINERS = 1 / _TICKS  # how long a proposer waits until all that report ad
 _UNREPORTED = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
 _NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
 _REUNION = 7 / 12  # how long a proposer waits for other lost members, once the first one is back
-REDIAL = (
-    _REUNION * _TURN
-)  # times `silence_s`: by then a rank that waits has dialled, and reached, each member that runs
+# times `silence_s`: by then a rank that waits has dialled, and reached, each member that runs
+REDIAL = _REUNION * _TURN
 assert 2 * _DELAY <= _UNREPORTED
 assert _SAME_JOINERS < _UNREPORTED
 assert _UNREPORTED + 3 * _DELAY <= _NOT_HEARD < 1
