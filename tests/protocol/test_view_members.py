@@ -175,6 +175,27 @@ def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_
     check_agreement([network[number] for number in range(3)])
 
 
+@pytest.mark.parametrize("newcomers", [1, 33])
+def test_a_member_that_is_started_again_is_let_in_beside_any_number_of_newcomers(newcomers: int) -> None:
+    """They are more than may join by one change, and the member that waits for it needs none of them."""
+    network = simulated(3, Limits(machines=2), strangers=newcomers)
+    for number in range(3, 3 + newcomers):
+        network.end(number)
+    begin(network, 0, 1, 2)
+    for number in (0, 1):
+        network.happen("machines", number, 0, 0)
+    finish(network)
+    for number in range(3, 3 + newcomers):
+        network.return_whole(number)
+        explore(network)
+    assert "may be continuing without replica 2" in network[2].waits
+    for number in (0, 1):
+        network.return_whole(number)
+        finish(network)
+    assert not network[2].waits
+    assert {0, 1, 2} <= {*network[2].view.members}
+
+
 @pytest.mark.parametrize("replicas", range(2, 8))
 def test_who_is_let_in_and_does_not_hear_of_it_keeps_nobody_busy_and_is_told_again(replicas: int) -> None:
     """It takes no part in a view that it does not know, so those that need it to decide wait, and come to rest."""

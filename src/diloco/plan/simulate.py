@@ -31,7 +31,7 @@ from diloco.algorithm import (
 )
 from diloco.errors import ConfigurationError
 from diloco.train import RunSettings, make_schedule, outer_components
-from diloco.transport import Link, Links, streams_to_each, uplink_of
+from diloco.transport import Link, Links, streams_to_each, uplinks_of
 
 Floats = NDArray[np.float64]
 
@@ -229,10 +229,9 @@ class Deployment:
         """
         control = self.conditions.congestion_control
         share = 1.0 if control is None else SEGMENT_BYTES / (SEGMENT_BYTES + SEGMENT_HEADERS_BYTES)
-        uplinks = (uplink_of(self.links, m, transfer_steps * step_s) for m, step_s in enumerate(self.step_time_s))
         return tuple(
             replace(uplink, full=control in ("bbr", None), bits_per_s=int(share * uplink.bits_per_s))
-            for uplink in uplinks
+            for uplink in uplinks_of(self.links, [transfer_steps * step_s for step_s in self.step_time_s])
         )
 
 

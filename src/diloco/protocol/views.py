@@ -248,8 +248,8 @@ class Views:
         elif report.step > self._rounds.greatest_step:
             limit = f"but no member can be past step {self._rounds.greatest_step}"
             self.drop(sender, f"replica {replica} reports step {report.step}, {limit}")
-        elif len(report.joining) > MOST_JOINERS:
-            claim = f"replica {replica} reports that {len(report.joining)} replicas join"
+        elif (newcomers := len(report.joining.difference(self.view.members))) > MOST_JOINERS:
+            claim = f"replica {replica} reports that {newcomers} replicas join"
             self.drop(sender, f"{claim}, more than one member admits")
         elif change := self._begin_change(received.why, received.cause):
             if report.ballot > change.mine.ballot + MOST_AHEAD:
@@ -304,7 +304,7 @@ class Views:
         needed = {*self.heard} if is_replacing else {*self.heard} | joining
         is_too_late = self.change is not None and not self.change.accepts_joiners
         is_too_late = is_too_late and replica not in joining.union(members)
-        is_full = len(joining - {replica}) >= MOST_JOINERS
+        is_full = not is_replacing and len(joining.difference(members, {replica})) >= MOST_JOINERS
         if self._roster.is_connected(rank):
             if self.view is not self._first:
                 return  # it has joined already, by the request to another member
@@ -360,10 +360,13 @@ class Views:
     def _let_in(self) -> None:
         """While closed to joiners, let those join that have asked this rank, too, and that another member admits."""
         if self.change is not None and self.closed_to_joiners:
-            replicas = self.change.admitted.intersection(self._complete())
-            for replica in replicas:
-                self._requests.pop(replica)
-            self.change.extend(joining=replicas)
+            newcomers, let_in = {*self.joining.difference(self.view.members)}, []
+            for replica in sorted(self.change.admitted.intersection(self._complete())):
+                if replica in newcomers or len(newcomers) < MOST_JOINERS:
+                    newcomers.add(replica)
+                    let_in.append(replica)
+                    self._requests.pop(replica)
+            self.change.extend(joining=let_in)
 
     def _admit(self, replicas: Collection[int]) -> None:
         for replica in replicas:

@@ -61,4 +61,4 @@ from .tcp.rendezvous import TcpDirectory as TcpDirectory
 from .virtual_network import Link as Link
 from .virtual_network import Links as Links
 from .virtual_network import VirtualNetwork as VirtualNetwork
-from .virtual_network import uplink_of as uplink_of
+from .virtual_network import uplinks_of as uplinks_of

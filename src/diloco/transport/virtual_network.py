@@ -48,11 +48,12 @@ class Link:
         return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
 
 
-def uplink_of(links: Sequence[Link], replica: int, round_s: float) -> Uplink:
-    """Return what ``replica`` knows of its uplink, where its rounds may take ``round_s``."""
-    others_s = (link.latency_s for other, link in enumerate(links) if other != replica)
-    round_trip_s = links[replica].latency_s + max(others_s, default=0.0)
-    return replace(links[replica].uplink, window_s=payload_window_s(round_s, round_trip_s))
+def uplinks_of(links: Sequence[Link], rounds_s: Sequence[float]) -> list[Uplink]:
+    """Return what each replica knows of its uplink, where its rounds may take so long."""
+    latency_s = np.array([link.latency_s for link in links])
+    round_trips_s = latency_s + (_most_of_others(latency_s) if len(links) > 1 else 0.0)
+    windows_s = map(payload_window_s, rounds_s, round_trips_s.tolist())
+    return [replace(link.uplink, window_s=window_s) for link, window_s in zip(links, windows_s, strict=True)]
 
 
 class Links:
@@ -126,7 +127,7 @@ class VirtualNetwork:
 
     def uplink(self, replica: int, transfer_steps: float) -> Uplink:
         """Return what ``replica`` knows of its uplink; see `SyncSchedule.transfer_steps`."""
-        return uplink_of(self.links, replica, transfer_steps * self.step_time_s[replica])
+        return uplinks_of(self.links, [transfer_steps * step_s for step_s in self.step_time_s])[replica]
 
     def tick(self, replica: int) -> None:
         self.now_s[replica] += self.step_time_s[replica]
