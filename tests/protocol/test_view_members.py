@@ -175,6 +175,25 @@ def test_two_of_three_that_end_with_their_machines_and_start_again_join_the_one_
     check_agreement([network[number] for number in range(3)])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0), (2, 3, 0, 1)])
+def test_replicas_of_several_ranks_that_start_again_join_the_one_that_waits(order: tuple[int, ...]) -> None:
+    """Their ranks come in any order; only a whole replica shows that the old one has ended."""
+    network = simulated(3, Limits(machines=4), size=2)
+    begin(network, *network.ranks)
+    for rank in order:
+        network.happen("machines", rank, 0, 0)
+    finish(network)
+    assert all("may be continuing without replica 2" in network[rank].waits for rank in (4, 5))
+    for rank in order:
+        network.return_whole(rank)
+        finish(network)
+    for rank in order:
+        network[rank].ask_again()
+        finish(network)
+    assert {network[rank].view.members for rank in network.ranks} == {(0, 1, 2)}
+    check_agreement([network[rank] for rank in network.ranks])
+
+
 @pytest.mark.parametrize("newcomers", [1, 33])
 def test_a_member_that_is_started_again_is_let_in_beside_any_number_of_newcomers(newcomers: int) -> None:
     """They are more than may join by one change, and the member that waits for it needs none of them."""
@@ -286,6 +305,32 @@ def test_members_that_are_too_few_go_on_with_new_ones(returns: int) -> None:
     network.return_whole(5)
     finish(network)
     assert {network[number].view.members for number in (2, 3, 4, 5)} == {(2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("returns", [0, 1])
+@pytest.mark.parametrize("order", [(6, 7), (7, 6)])
+def test_members_that_are_too_few_go_on_with_a_new_one_of_several_ranks(order: tuple[int, ...], returns: int) -> None:
+    """Its first rank may end before the second one comes."""
+    network = simulated(3, Limits(ends=2), replace(RULES, min_replicas=3), size=2, strangers=2)
+    for rank in order:
+        network.end(rank)
+    begin(network, *range(6))
+    for rank in (2, 3):
+        network.end(rank)
+    finish(network)
+    for _ in range(returns):
+        network.return_whole(order[0])
+        finish(network)
+        network.end(order[0])
+        finish(network)
+    for rank in order:
+        assert network[0].waits == "2 of at least 3 replicas are left"
+        network.return_whole(rank)
+        finish(network)
+    for rank in order:
+        network[rank].ask_again()
+        finish(network)
+    assert {network[rank].view.members for rank in (0, 1, 4, 5, *order)} == {(0, 2, 3)}
 
 
 @pytest.mark.parametrize("ended", [1, 33])
