@@ -279,7 +279,9 @@ class Machine:
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
         if isinstance(message, Excluded) and message.view >= views.view.id:
-            self.roster.recognise(sender, connection)  # only a member's process knows what follows this view
+            # a member's process knows what follows this view; that another process has this rank's place, a joiner
+            # may say as well, and this one stops all the same
+            self.roster.recognise(sender, connection)
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender, connection):
             return
         match message:
