@@ -6,8 +6,9 @@ environment with ``requirements-rivals.txt``; without it they are skipped. A run
 ``--grid``: in grid.json) is not repeated unless ``--again`` is given. Without ``--wan`` only the tables are written.
 
 ``--in-turn PYTHON ...`` compares versions of the package: each run is made with each of these interpreters in turn,
-``--repeats`` times, and every row is kept in in_turn.json with the commit of the interpreter's package. The benchmark's
-own code is that of this checkout for all of them.
+``--repeats`` times, every second time in the reverse order, since machines become slower or faster with time. Every row
+is kept in in_turn.json with the commit of the interpreter's package. The benchmark's own code is that of this checkout
+for all of them.
 """
 
 import argparse
@@ -92,7 +93,7 @@ def run_one(
 def run_in_turn(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> None:
     """Make the missing runs of one link and method with each interpreter in turn, and keep each row at once."""
     for repeat in range(given.repeats):
-        for python in given.in_turn:
+        for python in given.in_turn if repeat % 2 == 0 else reversed(given.in_turn):
             commit = commit_of(python)
             rows = _read(IN_TURN)
             done = [

@@ -62,7 +62,7 @@ def meet() -> Iterator[Meet]:
         count: int, *, at_replica_0: bool = False, rules: Rules = RULES, keys: Path | None = None
     ) -> list[MetFleet]:
         with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
-            places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
+            places = [Place(replica=m, num_replicas=count, rendezvous=address) for m in range(count)]
             if keys:
                 places = [replace(each, identity=keys / f"{each.replica}.key") for each in places]
             found = at_once([lambda place=place: MetFleet(place, rules) for place in places])
@@ -94,7 +94,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets = meet(4, keys=keys)
     fleets[3].close()
     at = fleets[1].transport.address
-    place = Place(replica=3, num_replicas=4, rendezvous=at, identity=keys / "3.key", join_window_s=1.0)
+    place = Place(replica=3, num_replicas=4, rendezvous=at, identity=keys / "3.key")
     started = MetFleet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
@@ -127,7 +127,7 @@ def test_one_that_was_killed_comes_back_to_its_own_head_and_to_the_parameters_of
         assert writer.poll(wait=True)
         words += f" --resume {tmp_path}"
     fleets[1].close()
-    place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address, join_window_s=1.0)
+    place = Place(replica=1, num_replicas=2, rendezvous=fleets[0].transport.address)
     started = MetFleet(place, RULES)
     try:
         given = {name: each + 2.0 for name, each in named_parameters(donor.replicas[0].model).items()}

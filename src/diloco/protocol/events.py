@@ -15,7 +15,9 @@ from diloco.membership import Cause, NextView, View
 from diloco.protocol.wire import Announcement, FactsMessage, Header, Join, Message, SiteMessage
 
 Timer = RoundId | None
-"""The round at which to look; ``None``: the change to the next view. No timer outlives its view."""
+"""The round at which to look; ``None``: the change to the next view, or that an order to eject somebody has arrived.
+
+No timer outlives its view."""
 
 
 class Event(Struct, frozen=True, tag=True):

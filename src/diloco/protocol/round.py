@@ -34,7 +34,8 @@ class Round:
     premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
     fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
     begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
-    taking_over: bool = False  # whether this rank is still adopting the fragment's state
+    # whether this rank has joined, and its first round of the fragment has not shown yet that it has the others' state
+    taking_over: bool = False
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
     committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
@@ -248,7 +249,7 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
     """
     size = rules.ranks_per_replica
     absent = {
-        member: "is still fetching the state"
+        member: "is taking over the state"
         for member in members
         if any(headers[member * size + position].taking_over for position in range(size))
     }

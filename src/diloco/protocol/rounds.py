@@ -24,6 +24,7 @@ MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be exc
 _RECENT_ROUNDS = 32  # most recent rounds of a member that count for that
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
 
+# only if one of them is damaged: who commits has this rank's vote
 _NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
 _VOTED_AGAINST = "a replica voted against it before the view changed"
 

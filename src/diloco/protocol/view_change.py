@@ -4,7 +4,8 @@ This is single-decree Paxos among the ranks of the view that ends, with a propos
 it. Each rank freezes, and reports to all others, first-hand, whom it can't hear and what it knows of the rounds. The
 proposer of a ballot computes what follows from the reports of all ranks that are to stay, and each of these accepts it
 if it hears all of them. It is adopted once all that stay have accepted it; so every member of the next view hears every
-other one, in both directions. Members may end, freeze or hear nothing, but they don't lie.
+other one, in both directions. (A value that may have been chosen before is proposed again, and adopted once as many as
+may decide have accepted it, whoever hears whom.) Members may end, freeze or hear nothing, but they don't lie.
 
 A rank that hears too few members to decide waits, for as long as it takes, and goes on when enough are back.
 
@@ -349,7 +350,9 @@ class ViewChange:
     def _why_wait(self) -> str:
         """Return why no set of members that this rank hears may decide; "": one may, or it is too early to tell.
 
-        Where all stop when one is lost, the change has a longest time, too.
+        It is too early until all that this rank hears have reported, and while a value that was accepted may still be
+        adopted. Of those that it hears, the largest set counts in which all hear each other (`_best`). Where all stop
+        when one is lost, the change has a longest time, too.
         """
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, joining, stops = (
@@ -420,6 +423,13 @@ class ViewChange:
     # Proposals.
 
     def _propose(self) -> None:
+        """Propose what follows, if this rank is the proposer, once nothing is left to wait for.
+
+        That is, in this order: the reports of all that it hears (for a quarter of a turn; who has not reported by then
+        is apart), members that are about to be back, as the first one is (`_REUNION`), connections whose end has no
+        known reason yet, and that all admit the same joiners (`_SAME_JOINERS`). A proposer that some would leave out
+        passes its turn once to one that hears more. What may have been chosen before is proposed without these waits.
+        """
         if self._proposal is not None or self._proposer != self._rules.rank:
             return
         view, rules, reports = self.view, self._rules, self._current_reports()

@@ -22,7 +22,12 @@ _GUARD = 3.0  # times `silence_s`: no replica joins for so long after a member w
 
 
 class Views:
-    """The current view, and the change to the next one."""
+    """The current view, and the change to the next one.
+
+    `end` begins a change for a reason, and `drop` and `lose` do so as a rank is lost. This rank's part ends by `leave`
+    (it says so), `stop` (it hangs up), `exclude` (the others go on without it), or `close` (rounds end, connections
+    stay).
+    """
 
     def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet

@@ -314,7 +314,7 @@ class Header(WireMessage):
     buffers: _Values | None = None  # number of floating-point buffer values sent with the payload, or None
     integers: _Values | None = None  # number of integer buffer values sent with the payload, or None
     withdrawn: Words = ""  # why the sender withdraws the contribution, or ""
-    # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
+    # whether the sender has joined, and this is its first round of the fragment: neither its digest nor its work counts
     taking_over: bool = False
     # what the sender knows of its uplink, for the plan of the exchange
     uplink: Uplink = UNKNOWN_UPLINK

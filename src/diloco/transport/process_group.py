@@ -143,8 +143,8 @@ class ProcessGroupTransport(Transport):
         self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
     ) -> Average:
         size, position = self.ranks_per_replica, self._rules.position
-        rows = heads()
-        headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
+        received_heads = heads()
+        headers = {index: decode(_content(received_heads[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
             if header.round != mine.round:
                 raise TransportError(f"Rank {rank} is in {header.round}, and this rank in {mine.round}.")

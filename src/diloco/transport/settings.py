@@ -99,7 +99,7 @@ class NetworkSettings:
     allow: Annotated[tuple[str, ...], Trait.NO_PLACE] = ()
     """swarm: identities of the peers that may take part. Empty: all that know the run's name and secret."""
     round_timeout: Annotated[Duration, Meta(gt=0)] = 600.0
-    """A round is void if it takes longer than this from its first contribution to its last commit."""
+    """A round is void if a replica takes longer than this from its contribution to its vote."""
     silence: Annotated[Duration, Meta(gt=0)] = 15.0
     """A replica from which nothing is received for this long counts as lost."""
     straggler: Literal["wait", "skip", "dynamic"] = "wait"

@@ -32,9 +32,9 @@ class ConnectionLimit(Generic[T]):
         self._most_of_one = most_of_one
         self._inside: dict[T, tuple[str, ...]] = {}
 
-    def enter(self, one: T, origins: Sequence[str]) -> T | None:
-        """Let ``one`` in, and return the connection to close instead, if any."""
-        self._inside[one] = tuple(origins)
+    def enter(self, connection: T, origins: Sequence[str]) -> T | None:
+        """Let ``connection`` in, and return the one to close instead, if any."""
+        self._inside[connection] = tuple(origins)
         counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
         full = [origin for origin in origins if counts[origin] > self._most_of_one]
         if not full and len(self._inside) <= self._most:
@@ -50,9 +50,9 @@ class ConnectionLimit(Generic[T]):
         counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
         return any(counts[origin] >= self._most_of_one for origin in origins)
 
-    def leave(self, one: T) -> None:
-        """Release the place of ``one``, if it has one."""
-        self._inside.pop(one, None)
+    def leave(self, connection: T) -> None:
+        """Release the place of ``connection``, if it has one."""
+        self._inside.pop(connection, None)
 
 
 class ArrivalLimit:

@@ -105,18 +105,18 @@ class PeerLinks:
                 pause_s = next(pauses_s)
             await asyncio.sleep(pause_s)
 
-    async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        streams, peer = self.connections.streams, self.connections.peers.get(asked.rank)
+    async def _serve(self, request: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        streams, peer = self.connections.streams, self.connections.peers.get(request.rank)
         if peer is not None and streams.identity(peer.writer) != streams.identity(writer):
             return
-        if peer is None or peer.token != asked.token or asked.rank not in self._wanted or peer.link.dials:
+        if peer is None or peer.token != request.token or request.rank not in self._wanted or peer.link.dials:
             with contextlib.suppress(OSError):
                 writer.write(pack(Refused("the other side does not expect this connection yet")))
                 await writer.drain()
             return
         self.connections.vouch(writer)
         writer.write(pack(Done()))
-        await self._use(peer, asked.number, reader, writer)
+        await self._use(peer, request.number, reader, writer)
 
     async def _use(self, peer: Peer, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport = writer.transport

@@ -47,7 +47,7 @@ def round_tag(view_id: int, round_id: RoundId) -> int:
 
 @dataclass(eq=False)
 class PayloadLink:
-    """Everything runs in the loop's thread. `PeerLinks` decides on its stripes."""
+    """Everything runs in the control thread. `PeerLinks` decides on its stripes."""
 
     dials: bool  # whether this end opens the stripes
     meter: UplinkMeter  # of the uplink of this process

@@ -21,7 +21,7 @@ FLUSH_S = 1.0
 
 @dataclass(eq=False)
 class Peer:
-    """Everything runs in the loop's thread. The connection manager alone changes it, and `PeerLinks` its link."""
+    """Everything runs in the control thread. The connection manager alone changes it, and `PeerLinks` its link."""
 
     rank: int  # of the other process
     number: int  # unique in this process; tells apart successive processes of one rank

@@ -63,7 +63,9 @@ class Lost:
 
 
 class Directory:
-    """What one process knows about who the members are. Everything runs in the control thread.
+    """What one process knows about who the members are.
+
+    The training thread makes it, and calls `settle`, `open_up` and `finish`; all else runs in the control thread.
 
     Args:
         held_step: the newest step that this process could resume from; -1 for none.

@@ -75,7 +75,7 @@ _MEANS = 1 << 16  # what is added to the piece numbers of means
 class PayloadExchange:
     """The exchange of one round's payloads between this rank and its peers. `run` reports a failure.
 
-    It is made in the thread of the peers, once this rank has contributed; ``links`` are those to connected members, by
+    It is made in the control thread, once this rank has contributed; ``links`` are those to connected members, by
     replica.
     """
 
@@ -111,7 +111,7 @@ class PayloadExchange:
     def give(self, given: GiveVerdict) -> None:
         """Take the verdict: start receiving, and send this rank's payload, unless the round is void.
 
-        Runs in the thread of the peers, which saves one thread switch for each message.
+        Runs in the control thread, which saves one thread switch for each message.
         """
         if given.verdict.void:
             self.cancel()
@@ -163,7 +163,7 @@ class PayloadExchange:
             return self._ended(failure, spoiler=error.replica if isinstance(error, CodecError) else None)
 
     def cancel(self) -> None:
-        """Stop, as the round is void or has ended; threads that wait are released. Runs in the thread of the peers."""
+        """Stop, as the round is void or has ended; threads that wait are released. Runs in the control thread."""
         for link in self._links.values():
             link.close_round(self._tag)
         if not self.verdict.done():
@@ -298,7 +298,7 @@ class PayloadExchange:
         check_mean(self.values[start:stop], addends)  # still in the processor's cache
 
     def _sum_piece(self, start: int, stop: int, addends: _Addends, total: float) -> None:
-        """Set a piece of the values to the mean, and validate the payloads that nothing else does."""
+        """Set a piece of the values to the mean. Payloads are validated here, unless they are needed as a whole."""
         parts = {m: (codec, to_device(part, self._device), weight) for m, (codec, part, weight) in addends.items()}
         if not self.contribution.whole:
             for member, (codec, payload, _) in parts.items():

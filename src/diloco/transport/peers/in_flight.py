@@ -165,7 +165,7 @@ class RoundsInFlight:
         def on_mean(mean: Mean) -> None:
             computed = Computed(*key, mean.digest())
             if pending.on_mean is not None:
-                pending.on_mean(mean)  # what follows from it is computed while the votes are on their way
+                pending.on_mean(mean)  # a thread computes what follows from it, also while votes are on their way
             self._connections.post_event(computed)
 
         running = in_thread(lambda: exchange.run(on_mean), f"diloco-exchange-{round_id.fragment}")

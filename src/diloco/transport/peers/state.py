@@ -116,7 +116,7 @@ class StateTransfer:
 
     # Serving, in the control thread.
 
-    async def _serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, request: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection until it ends."""
         origins = self._connections.streams.origins(writer)
         if self._fetchers.is_full(origins):  # if newcomers replaced those before them, none would make progress
@@ -126,9 +126,9 @@ class StateTransfer:
             out.transport.abort()  # its fetcher requests again what it has not received
         try:
             while True:
-                await self._send_asked(asked, writer, origins)
+                await self._send_requested(request, writer, origins)
                 async with asyncio.timeout(_IDLE_S):
-                    asked = await read_frame(reader, Fetch)
+                    request = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError:
             pass  # the fetcher has what it wants
         except BaseException:
@@ -137,19 +137,19 @@ class StateTransfer:
         finally:
             self._fetchers.leave(writer)
 
-    async def _send_asked(self, asked: Fetch, writer: asyncio.StreamWriter, origins: tuple[str, ...]) -> None:
-        if not asked.snapshot:
-            await _write(writer, await self._offer(asked.fragment, asked.after))
+    async def _send_requested(self, request: Fetch, writer: asyncio.StreamWriter, origins: tuple[str, ...]) -> None:
+        if not request.snapshot:
+            await _write(writer, await self._offer(request.fragment, request.after))
             return
-        snapshot, clock, start = self._snapshots.get(asked.fragment), asyncio.get_running_loop(), asked.offset
-        if snapshot is None or snapshot.offer.snapshot != asked.snapshot:
+        snapshot, clock, start = self._snapshots.get(request.fragment), asyncio.get_running_loop(), request.offset
+        if snapshot is None or snapshot.offer.snapshot != request.snapshot:
             await _write(writer, _MOVED)
             return
         size_bytes = snapshot.values.size_bytes
         if start >= size_bytes:
             raise TransportError(f"byte {start} of {size_bytes} was requested")
         while start < size_bytes:
-            if self._snapshots.get(asked.fragment) is not snapshot:
+            if self._snapshots.get(request.fragment) is not snapshot:
                 await _write(writer, _MOVED)
                 return
             snapshot.used_s = snapshot.leases[origins] = clock.time()

@@ -67,7 +67,7 @@ class PeerTransport(BackgroundTransport):
     """The transport between replicas in processes of their own: the machine of a rank, and what its effects need.
 
     Contributions are sent in the background as soon as they are submitted, and `Pending.wait` waits for the rest.
-    Public methods are for the training thread.
+    Public methods are for the training thread, unless they say otherwise.
     """
 
     def __init__(

@@ -158,18 +158,18 @@ def serve_status(directory: Directory, status: PeerStatus) -> None:
     """Answer observers with the status of this peer, or forward the question to a member that they can't reach."""
     transport, connections, entries = directory.transport, directory.connections, directory.known
 
-    async def answer(asked: StatusAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(request: StatusAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         others = {*directory.members} - {transport.replica}
-        other = next((each for rank, each in entries.items() if rank in others and each.address == asked.of), None)
+        other = next((each for rank, each in entries.items() if rank in others and each.address == request.of), None)
         reply: WireMessage
-        if asked.of is None:
+        if request.of is None:
             codec = entries[transport.replica].facts.get("codec", "")
-            reply = status.of(transport, directory.swarm, codec, asked.since)
+            reply = status.of(transport, directory.swarm, codec, request.since)
         elif other is not None:
             address = connections.streams.locate(other)
-            reply = await question(await connections.open(address), address, StatusAsked(asked.since), Status)
+            reply = await question(await connections.open(address), address, StatusAsked(request.since), Status)
         else:
-            reply = Refused(f"{visible(asked.of, 80)} is not another member of this swarm")
+            reply = Refused(f"{visible(request.of, 80)} is not another member of this swarm")
         await say(reply, reader, writer)
 
     connections.services[StatusAsked] = answer
@@ -210,11 +210,13 @@ class StatusClient:
                 0 for peers that are not in it. None asks for no events.
         """
         records = await self._streams.find()
-        asked = {each.peer_id: StatusAsked(None if since is None else since.get(each.peer_id, 0)) for each in records}
+        requests = {
+            each.peer_id: StatusAsked(None if since is None else since.get(each.peer_id, 0)) for each in records
+        }
         self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
-        seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
+        seen = await few_at_once(lambda each: self._asked(each, requests[each.peer_id]), records)
         there = [each.peer_id for each in seen if each.status]
-        seen = await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
+        seen = await few_at_once(lambda each: self._asked_through(there, each, requests[each.peer_id]), seen)
         seen = await few_at_once(self._visited, seen)
         relays = {*map(peer_of, self._streams.relays())}
         reports = [each for each in seen if each.peer_id not in relays]
@@ -309,20 +311,20 @@ class StatusClient:
             )
         return members, orders
 
-    async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
+    async def _asked(self, record: PeerRecord, request: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished, searches=not record.swarm)
         relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
-            return await self._answered(report, record.peer_id, asked, "relayed" if relayed else "direct")
+            return await self._answered(report, record.peer_id, request, "relayed" if relayed else "direct")
         except (OSError, EOFError, RendezvousError, TransportError) as error:
             return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
 
-    async def _asked_through(self, others: Sequence[str], seen: PeerReport, asked: StatusAsked) -> PeerReport:
+    async def _asked_through(self, others: Sequence[str], seen: PeerReport, request: StatusAsked) -> PeerReport:
         """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
         some = random.sample(others, min(_MOST_FORWARDERS, len(others)))
         for other in some if seen.problem else ():
             with contextlib.suppress(OSError, EOFError, RendezvousError, TransportError):
-                return await self._answered(seen, other, StatusAsked(asked.since, seen.peer_id), f"through {other}")
+                return await self._answered(seen, other, StatusAsked(request.since, seen.peer_id), f"through {other}")
         return seen
 
     async def _visited(self, report: PeerReport) -> PeerReport:
@@ -332,13 +334,13 @@ class StatusClient:
                 return replace(report, objection=(await self._streams.visit(report.peer_id)).objection)
         return report
 
-    async def _answered(self, report: PeerReport, peer: str, asked: StatusAsked, route: str) -> PeerReport:
+    async def _answered(self, report: PeerReport, peer: str, request: StatusAsked, route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
-        most_bytes = UNKNOWN_PEER_BYTES if asked == StatusAsked() else self._most_bytes
+        most_bytes = UNKNOWN_PEER_BYTES if request == StatusAsked() else self._most_bytes
         async with asyncio.timeout(_ANSWER_S):
             stream = await self._streams.open(PeerAddress(peer))
-            status = await question(stream, PeerAddress(peer), asked, Status, most_bytes)
+            status = await question(stream, PeerAddress(peer), request, Status, most_bytes)
         return replace(report, status=status, problem="", route=route, round_trip_s=time.monotonic() - asked_s)
 
 

@@ -51,9 +51,6 @@ class Place(MeetingPlace):
     secret: str = field(default="", repr=False)
     # the file of its private key, which shows that a process replaces the one before it; None: a new one each time
     identity: Path | None = None
-    # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
-    # founds a view
-    join_window_s: float = 3.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "secret", check_secret(self.secret))
@@ -83,12 +80,9 @@ class Place(MeetingPlace):
             connections.most_ranks = before.connections.most_ranks
             connections.listen(before.address.host, range(0), before.address.host)
             others, meeting, gathers = tuple(before.entries().values()), self.rendezvous, False
-        window_s = self.join_window_s
         streams, facts = transport.connections.streams, transport.rules.facts
         mine = Entry(self.rank, str(transport.address), streams.me, facts, held_step)
-        return TcpDirectory(
-            transport, (mine, *others), meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
-        )
+        return TcpDirectory(transport, (mine, *others), meeting, gathers=gathers, held_step=held_step, lost=lost)
 
     def _begin(self, transport: PeerTransport) -> tuple[Address, bool]:
         """Listen; return the address at which all meet, and whether this rank listens there."""

@@ -55,12 +55,12 @@ def serve_probes(connections: ConnectionManager) -> None:
     """
     busy = asyncio.Lock()
 
-    async def answer(asked: Probe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(request: Probe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             async with busy, asyncio.timeout(_HOLD_S):
-                writer.write(pack(Probed(bytes(asked.give))))
+                writer.write(pack(Probed(bytes(request.give))))
                 await writer.drain()
-            asked = await read_frame(reader, Probe, 2 * _CHUNK_BYTES)
+            request = await read_frame(reader, Probe, 2 * _CHUNK_BYTES)
 
     connections.services[Probe] = answer
 

@@ -52,7 +52,7 @@ class TcpDirectory(Directory):
 
     Args:
         entries: of this process, and of others from a view that it has lost.
-        meeting: the address at which the ranks meet at the start; later one more at which a member may answer.
+        meeting: the address at which the ranks meet at the start; later a member may still answer there.
         gathers: whether this process collects the ranks.
     """
 
