@@ -192,6 +192,7 @@ SO_MANY_GO_ON = "any faults, and so many go on"
         ("sleep, flaps and joins", 3, 310029),  # a member parts from one that does not know its process yet
         (SO_MANY_GO_ON, 4, 310208),  # a newcomer makes up for a loss, but only one of the members hears it
         (SO_MANY_GO_ON, 4, 310049),  # too few are left, and those that come make up for the loss together
+        ("any faults", 6, 500446),  # 40 ballots have made turns longer, but nobody dials later for that
     ],
 )
 def test_who_can_decide_does_and_all_others_come_to_rest(kind: str, replicas: int, seed: int) -> None:

@@ -440,7 +440,8 @@ class ViewChange:
         if (value := self._value_to_keep(reports)) is not None:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
-        is_reunion = self._outbox.now_s - self._reunion_s < _REUNION * self._turn_s
+        # a turn that has grown makes nobody dial later
+        is_reunion = self._outbox.now_s - self._reunion_s < REDIAL * self._rules.silence_s
         if is_reunion and any(not report.apart.isdisjoint(view.members) for report in reports.values()):
             return  # the others are about to be back, too
         if not self._roster.members_in_doubt() <= self.mine.lost:
