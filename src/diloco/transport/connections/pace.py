@@ -22,6 +22,7 @@ _OVERFLOW = 0.05  # share of the bytes that are sent again if a queue overflows;
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
 """Factors of the pace after a full transfer without an overflow (at first, and later), and after one with it."""
+_NEEDLESS = 8.0  # times the highest rate: a pace above it holds nothing back, and would grow without end
 _LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, which says nothing about the path
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
@@ -89,6 +90,12 @@ class Pace:
     (inf, 104.5)
     >>> note(0.12, 0), note(0.21, 312_500)  # nor does the pace help
     (130.6, inf)
+
+    Where no queue overflows for long, the pace grows until it holds nothing back:
+
+    >>> pace = Pace()
+    >>> [note(0.21, resent) for resent in (312_500, *[0] * 9)]
+    [55.0, 68.8, 85.9, 107.4, 134.3, 167.8, 209.8, 262.3, 327.8, inf]
     """
 
     def __init__(self) -> None:
@@ -111,6 +118,8 @@ class Pace:
         self._futile = max(0, self._futile - 1)
         if share <= _OVERFLOW:
             self.bits_per_s = max(self.seen_bits_per_s, self._growth * self.bits_per_s)
+            if self.bits_per_s > _NEEDLESS * self.seen_bits_per_s:
+                self.bits_per_s = math.inf
         elif math.isinf(self.bits_per_s):
             self._unpaced_share = share
             if not self._futile:  # the path carries more than was seen, as it has carried some of the bytes twice
