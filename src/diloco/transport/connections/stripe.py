@@ -186,6 +186,7 @@ more, data would wait for a slow connection while others are free."""
 
 _SLOW_BITS_PER_S = 2e9  # at a lower rate compression takes less than a third of a core
 _MAX_PACING_RATE = 47  # a socket option of Linux that Python does not name: bytes per second, an unsigned long
+_MOST_INT = (1 << 31) - 1  # that a socket option takes, such as a silence in ms
 _NO_PACE = (1 << 8 * struct.calcsize("L")) - 1
 _BUFFER_BYTES = 2 * (HEAD.size + MOST_PART_BYTES)  # receive buffer of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that the threshold is always reached
@@ -287,7 +288,7 @@ class Stripe(asyncio.BufferedProtocol):
     def _set(self, level: int, option: str, value: int) -> None:
         """Set a socket option if this system has it and the connection is open."""
         with contextlib.suppress(OSError, AttributeError):
-            self._socket.setsockopt(level, getattr(socket, option), value)
+            self._socket.setsockopt(level, getattr(socket, option), min(value, _MOST_INT))
 
     # Callbacks of the transport.
 
