@@ -64,7 +64,7 @@ class Average(Mean, Commit):
 
 @dataclass(eq=False)
 class Effects:
-    """What one event causes. The owner carries it out field by field, in this order; an effect may fail."""
+    """What one event causes. The owner carries it out field by field, exchanges before verdicts."""
 
     messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
     hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; this doesn't count as a loss

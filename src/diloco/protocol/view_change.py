@@ -62,7 +62,7 @@ _DELAY = 1 / 8
 _SAME_JOINERS = 1 / _TICKS  # how long a proposer waits until all that report admit the same replicas
 _UNREPORTED = 1 / 4  # a rank that has not reported the ballot after so long is apart from the proposer
 _NOT_HEARD = 3 / 4  # a proposer that a rank has lost, and others have not, is given up after so long
-_REUNION = 7 / 12  # how long a proposer waits for other lost members, once the first one is back
+_REUNION = 7 / 12  # of the first turn: how long a proposer waits for other lost members, once one of them is back
 # times `silence_s`: by then a rank that waits has dialled, and reached, each member that runs
 REDIAL = _REUNION * _TURN
 assert 2 * _DELAY <= _UNREPORTED
@@ -426,7 +426,7 @@ class ViewChange:
         """Propose what follows, if this rank is the proposer, once nothing is left to wait for.
 
         That is, in this order: the reports of all that it hears (for a quarter of a turn; who has not reported by then
-        is apart), members that are about to be back, as the first one is (`_REUNION`), connections whose end has no
+        is apart), members that are about to be back, as the first one is (`REDIAL`), connections whose end has no
         known reason yet, and that all admit the same joiners (`_SAME_JOINERS`). A proposer that some would leave out
         passes its turn once to one that hears more. What may have been chosen before is proposed without these waits.
         """
@@ -440,7 +440,7 @@ class ViewChange:
         if (value := self._value_to_keep(reports)) is not None:
             self._set_proposal(Propose(self.mine.ballot, value, again=True))
             return
-        # a turn that has grown makes nobody dial later
+        # longer turns make nobody dial later
         is_reunion = self._outbox.now_s - self._reunion_s < REDIAL * self._rules.silence_s
         if is_reunion and any(not report.apart.isdisjoint(view.members) for report in reports.values()):
             return  # the others are about to be back, too
